@@ -1,0 +1,166 @@
+"""What the front may ask of an engine, and the values that come back.
+
+Our own engine and a foreign one (vLLM's) implement the same protocol. Only plain
+values cross it.
+"""
+
+import enum
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from server.request import ModelInfo, Request
+
+
+class FinishReason(enum.Enum):
+    """Why a choice ended; the value is the word clients see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its natural-log probability under the raw distribution, its rank from 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """The token at a position and the likeliest ones there, best first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request was scheduled for the first time."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """One entry per prompt token from the second on."""
+
+    positions: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """More tokens of one choice; `logprobs` is empty or has one entry per token."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Durations of one choice in seconds; zero for phases that were never reached.
+
+    queue: arrival to first scheduled; prefill: to the first token; decode: first token to last.
+    """
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one choice; the tuples count by draft position."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One choice has ended. `stop_reason` is the matched id or string, None otherwise."""
+
+    index: int
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    timing: Timing
+    speculation: SpeculationStats
+
+
+StreamEvent = Started | PromptLogprobs | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A snapshot; counters count since the start. See GetStatsResponse for each field."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    draft_tokens_per_position: tuple[int, ...] = field(default=())
+    accepted_tokens_per_position: tuple[int, ...] = field(default=())
+
+
+class RequestStream(Protocol):
+    """The events of one live request; consumed by one task on the event loop.
+
+    Iteration ends after the last choice's Finished, or raises an OutriderError. A slow
+    reader gets fewer, larger deltas and never slows the engine.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """The id the stream was opened with."""
+
+    def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        """Iterates over the events, once."""
+
+
+class Engine(Protocol):
+    """An engine as the front sees it. All methods run on the event loop and never block."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The loaded model and its limits."""
+
+    def open(self, request_id: str, *, deadline_s: float | None = None) -> RequestStream:
+        """Reserve the id and a place in the queue, before tokenising.
+
+        Every opened stream must be closed: by reading it to its end, or by abort().
+        Raises: DuplicateRequest, Overloaded, EngineDead.
+        """
+
+    def submit(self, stream: RequestStream, request: Request) -> None:
+        """Hand over the tokenised request of an opened stream; ignored once that was aborted."""
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request; idempotent. Its stream closes with finish reason ABORT.
+
+        Returns: whether a live request of that id was found.
+        """
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of scheduler, cache and speculation."""
+
+    def now(self) -> float:
+        """Seconds on the engine's monotonic clock."""

@@ -1,0 +1,168 @@
+"""What a caller asks for: values that never change after the front made them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from server.errors import FieldViolation, InvalidRequest
+
+MAX_CHOICES = 64
+MAX_LOGPROBS = 64
+MAX_STOP_STRINGS = 64
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+GREEDY_TEMPERATURE = 1e-5
+"""Below this, dividing logits by the temperature loses them; such a request is greedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Names, ranges and defaults follow vLLM's."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        """Freeze the sequences; one stop string may be given bare.
+
+        Raises: InvalidRequest naming every field out of range.
+        """
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()})
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if violations := list(self._violations()):
+            raise InvalidRequest(*violations)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def _violations(self) -> "list[FieldViolation]":
+        found: list[FieldViolation] = []
+
+        def require(name: str, is_valid: bool, accepted: str) -> None:
+            if not is_valid:
+                found.append(FieldViolation(name, f"must be {accepted}, got {getattr(self, name)!r}"))
+
+        require("n", 1 <= self.n <= MAX_CHOICES, f"from 1 to {MAX_CHOICES}")
+        require("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0")
+        require("top_k", self.top_k >= -1, "-1 or 0 (all), or at least 1")
+        require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
+        require(
+            "repetition_penalty",
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "finite and above 0",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2")
+        for token_id, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                found.append(FieldViolation(f"logit_bias[{token_id}]", f"must be from -100 to 100, got {bias!r}"))
+        for i, word in enumerate(self.bad_words):
+            if not word:
+                found.append(FieldViolation(f"bad_words[{i}]", "must not be empty"))
+        require("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "non-empty")
+        require("seed", self.seed is None or INT64_MIN <= self.seed <= INT64_MAX, "a signed 64-bit integer")
+        require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        require("min_tokens", 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({self.max_tokens})")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            found.append(FieldViolation("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"))
+        for i, text in enumerate(self.stop):
+            if not text:
+                found.append(FieldViolation(f"stop[{i}]", "must not be empty"))
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculationOptions:
+    """Speculation as one request wants it.
+
+    `num_speculative_tokens` None means the server's own count; it is never above that.
+    """
+
+    enabled: bool = True
+    num_speculative_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A validated request, tokenised, with every default resolved by the front.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt_token_ids: 1 to max_model_len - 1 ids, each below vocab_size.
+        sampling: `max_tokens` is set and fits the context.
+        stop_token_ids: ids that end a choice: the request's own, and EOS unless ignored.
+        bad_words_token_ids: the token sequences of `sampling.bad_words`.
+        deadline_s: on the engine's monotonic clock; None never expires.
+        arrival_s: on the same clock.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    speculation: SpeculationOptions = SpeculationOptions()
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """What is known of the model once it is loaded and the KV pool is sized.
+
+    Attributes:
+        max_model_len: longest context, prompt and output together, in tokens.
+        max_request_len: the same, further limited by what the KV pool can hold.
+        eos_token_ids: end a choice unless ignore_eos.
+        generation_defaults: SamplingParams fields from the model's generation_config.
+        num_kv_blocks: usable blocks (the null block is not counted).
+        fingerprint: digest of weights, KV geometry and dtype; root of all block hashes.
+    """
+
+    model: str
+    served_model_name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    max_request_len: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, float | int]
+    dtype: str
+    device: str
+    block_size: int
+    num_kv_blocks: int
+    speculative_method: str = "none"
+    num_speculative_tokens: int = 0
+    fingerprint: bytes = b""
