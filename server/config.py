@@ -1,0 +1,248 @@
+"""Every setting of the server: one frozen, typed section per part of it.
+
+A field's name with dashes is its flag; names are unique over all sections. Values come
+from a flag, an OUTRIDER_<FLAG> variable, a file or the default, in this order
+(server.config_sources), or from keyword arguments (`Config.from_kwargs`).
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Literal, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from server.config_values import ByteCount, Given, Section, build_section, did_you_mean, quoted
+from server.errors import ConfigError
+
+
+class ModelConfig(Section):
+    """Which model is served, and how it is loaded."""
+
+    model: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        description="a folder with safetensors, a GGUF file, a Hugging Face id, or smollm2-135m",
+    )
+    served_model_name: str | None = Field(default=None, description="the name clients see instead of MODEL")
+    tokenizer: str | None = Field(default=None, description="folder or Hugging Face id of another tokenizer")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a Hugging Face repository")
+    chat_template: str | None = Field(
+        default=None, description="Jinja file, or the template itself, instead of the model's own"
+    )
+    trust_remote_code: bool = Field(default=False, description="run the Python code that a model's repository brings")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N; auto takes CUDA where there is one")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="type of weights and activations; auto is bfloat16"
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="longest context, prompt and output, in tokens; the model's own if not given"
+    )
+    generation_config: Literal["auto", "vllm"] = Field(
+        default="auto",
+        description="where unset sampling parameters come from: auto is the model's generation_config, "
+        "vllm ignores it in favour of vLLM's defaults",
+    )
+    enforce_eager: bool = Field(default=False, description="never capture or compile the model")
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
+            raise ValueError("must be auto, cpu, cuda or cuda:N")
+        return device
+
+
+class CacheConfig(Section):
+    """The KV cache."""
+
+    block_size: int = Field(default=32, ge=16, le=256, multiple_of=16, description="tokens per KV block")
+    kv_cache_memory_bytes: ByteCount | None = Field(
+        default=None, ge=1, description="size of the KV cache, such as 512MiB; goes before gpu-memory-utilization"
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache together"
+    )
+    enable_prefix_caching: bool = Field(default=True, description="reuse the KV of prompts with a common beginning")
+
+
+class SchedulerConfig(Section):
+    """What runs in a step, and what waits."""
+
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="most sequences in a step")
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="most tokens computed in a step")
+    long_prefill_token_threshold: int = Field(
+        default=0, ge=0, description="most tokens of one prompt in a step; 0 sets no cap of its own"
+    )
+    max_num_partial_prefills: int = Field(
+        default=1, ge=1, description="most prompts that are computed in parts at the same time"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        default="fcfs", description="who goes first: fcfs, the earliest; priority, the lowest request priority"
+    )
+    priority_ageing_seconds: float = Field(
+        default=10.0, gt=0, description="waiting this many seconds counts as much as one level of priority"
+    )
+    max_queued_requests: int = Field(
+        default=1024, ge=1, description="requests that may wait; further ones are refused with RESOURCE_EXHAUSTED"
+    )
+    pipeline_depth: Literal["auto", 0, 1] = Field(
+        default="auto", description="steps launched ahead of the one being settled; auto is 0 on a CPU, 1 on CUDA"
+    )
+    watermark: float = Field(
+        default=0.01, ge=0, lt=1, description="share of the KV blocks kept free when a waiting request is admitted"
+    )
+
+
+class SpeculativeConfig(Section):
+    """How draft tokens are made. Given as one setting, `speculative_config`."""
+
+    method: Literal["ngram"] = Field(default="ngram", description="ngram copies what followed the same tokens before")
+    num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="most draft tokens per step")
+    prompt_lookup_max: int = Field(default=5, ge=1, le=64, description="longest run of tokens that is looked up")
+    prompt_lookup_min: int = Field(default=3, ge=1, le=64, description="shortest run of tokens that is looked up")
+    match: Literal["first", "last"] = Field(default="first", description="which of several occurrences is copied")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lower_default_minimum(cls, values: dict[str, object]) -> dict[str, object]:
+        """A maximum below the default minimum, given alone, is meant for both."""
+        longest = values.get("prompt_lookup_max")
+        if "prompt_lookup_min" not in values and isinstance(longest, int) and longest < 3:
+            return {**values, "prompt_lookup_min": longest}
+        return values
+
+    @model_validator(mode="after")
+    def _ordered_window(self) -> "SpeculativeConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+        return self
+
+
+class ServerConfig(Section):
+    """The gRPC front."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(default=50051, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
+    uds: str | None = Field(default=None, description="Unix socket to listen on, instead of host and port")
+    max_message_bytes: ByteCount = Field(
+        default=16 << 20, ge=1 << 16, le=(1 << 31) - 1, description="largest gRPC message taken or sent, such as 16MiB"
+    )
+    shutdown_timeout_seconds: float = Field(
+        default=30.0, ge=0, description="how long live requests may finish after a signal to stop"
+    )
+    tokenizer_threads: int = Field(default=2, ge=1, le=64, description="threads that tokenise and render prompts")
+
+
+class ObservabilityConfig(Section):
+    """Traces, metrics and logs."""
+
+    otlp_endpoint: str | None = Field(
+        default=None, description="OTLP/gRPC collector for traces and metrics, such as http://127.0.0.1:4317"
+    )
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65535, description="HTTP port of /metrics, /healthz and /readyz; 0 picks a free one"
+    )
+    metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address of the metrics port")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
+
+
+SPECULATIVE_CONFIG = "speculative_config"
+"""The one setting that is a mapping; its value is a `SpeculativeConfig`."""
+
+FLAT_SECTIONS: Mapping[str, type[Section]] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "server": ServerConfig,
+    "observability": ObservabilityConfig,
+}
+"""Sections whose fields are settings of their own, by their name in `Config`."""
+
+SETTING_NAMES: tuple[str, ...] = (
+    *(name for section in FLAT_SECTIONS.values() for name in section.model_fields),
+    SPECULATIVE_CONFIG,
+)
+
+
+class Config(Section):
+    """All settings of one server. Parts of it take their section, never the whole."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig | None = None
+    server: ServerConfig = ServerConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: object) -> "Config":
+        """A configuration from settings by name, as `LLM(...)` takes them; the rest are defaults.
+
+        Raises: ConfigError, as from the command line.
+        """
+        return cls.from_given({name: Given(value, "argument") for name, value in kwargs.items()})
+
+    @classmethod
+    def from_given(cls, given: Mapping[str, Given]) -> "Config":
+        """A configuration from settings by name over the defaults.
+
+        Raises: ConfigError that names every unknown setting and every refused value.
+        """
+        problems = [
+            f"{name}: no such setting{did_you_mean(name, SETTING_NAMES)} (from {item.source})"
+            for name, item in given.items()
+            if name not in SETTING_NAMES
+        ]
+        sections: dict[str, Section | None] = {}
+        for key, section in FLAT_SECTIONS.items():
+            own = {name: given[name] for name in section.model_fields if name in given}
+            try:
+                sections[key] = build_section(section, own)
+            except ConfigError as error:
+                problems.append(str(error))
+        if SPECULATIVE_CONFIG in given:
+            try:
+                sections["speculative"] = _parse_speculative(given[SPECULATIVE_CONFIG])
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return cls.model_validate(sections)
+
+    def flat(self) -> dict[str, object]:
+        """Every setting by its name, as plain values."""
+        values = {
+            name: getattr(getattr(self, key), name) for key in FLAT_SECTIONS for name in FLAT_SECTIONS[key].model_fields
+        }
+        values[SPECULATIVE_CONFIG] = None if self.speculative is None else self.speculative.model_dump()
+        return values
+
+
+def _parse_speculative(given: Given) -> SpeculativeConfig | None:
+    """Read a mapping, JSON text of one, None or "none"."""
+    value = given.value
+    if isinstance(value, str) and value.strip().lower() != "none":
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{SPECULATIVE_CONFIG}: must be a JSON object or none, got {quoted(value)}: {error} (from {given.source})"
+            ) from None
+    if value is None or isinstance(value, str):
+        return None
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})"
+        )
+    items = cast("Mapping[str, object]", value)
+    return build_section(
+        SpeculativeConfig,
+        {str(name): Given(item, given.source) for name, item in items.items()},
+        prefix=f"{SPECULATIVE_CONFIG}.",
+    )

@@ -1,0 +1,153 @@
+"""How one setting is read, and how a refused value is described.
+
+Knows fields and sections, not which ones there are: that is server.config.
+"""
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import annotated_types
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from server.errors import ConfigError
+
+_BYTE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTE_UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+_BYTES_TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]+)?)\s*([a-z]*)")
+_LONGEST_QUOTED = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value as somebody gave it, and where: "flag --port", "env OUTRIDER_PORT", "file:PATH", "argument"."""
+
+    value: object
+    source: str
+
+
+def parse_byte_count(value: object) -> object:
+    """Read "512MiB", "2GiB", "1e9" or "1.5 GB" as a number of bytes; anything but text passes through.
+
+    Raises: ValueError on text that is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _BYTES_TEXT.fullmatch(value.strip().lower())
+    if match is None or match[2] not in _BYTE_UNITS:
+        raise ValueError("must be a number of bytes, such as 1073741824, 512MiB, 2GiB or 1e9")
+    return int(float(match[1].replace("_", "")) * _BYTE_UNITS[match[2]])
+
+
+ByteCount = Annotated[int, BeforeValidator(parse_byte_count)]
+
+
+class Section(BaseModel):
+    """Settings of one part of the server: frozen, keyword-only, no unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_text(cls, value: object, info: ValidationInfo) -> object:
+        """Flags and variables are text: "none" unsets, and a number among choices is that number."""
+        assert info.field_name is not None
+        field = cls.model_fields[info.field_name]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise ValueError(f"must be {accepted_values(field)}")  # else True would pass for 1
+        if not isinstance(value, str):
+            return value
+        if accepts_none(field) and value.lower() == "none":
+            return None
+        return {str(choice): choice for choice in choices(field)}.get(value, value)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def accepts_none(field: FieldInfo) -> bool:
+    """Whether the setting may be unset."""
+    return type(None) in typing.get_args(field.annotation)
+
+
+def choices(field: FieldInfo) -> tuple[object, ...]:
+    """The values of a closed choice, empty for every other kind of field."""
+    return typing.get_args(field.annotation) if typing.get_origin(field.annotation) is Literal else ()
+
+
+def accepted_values(field: FieldInfo) -> str:
+    """What a field takes, to follow the words "must be"."""
+    if options := choices(field):
+        return "one of " + ", ".join(map(str, options))
+    annotation: object = field.annotation
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    kinds: dict[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    limits = " and ".join(_limits(field.metadata))
+    return " ".join(filter(None, [kinds[annotation], limits])) + (", or none" if accepts_none(field) else "")
+
+
+def _limits(metadata: Iterable[object]) -> Iterable[str]:
+    """The limits in words, to be joined by "and"."""
+    for item in metadata:
+        match item:
+            case annotated_types.Ge(ge=limit):
+                yield f">= {limit}"
+            case annotated_types.Gt(gt=limit):
+                yield f"> {limit}"
+            case annotated_types.Le(le=limit):
+                yield f"<= {limit}"
+            case annotated_types.Lt(lt=limit):
+                yield f"< {limit}"
+            case annotated_types.MultipleOf(multiple_of=step):
+                yield f"a multiple of {step}"
+            case annotated_types.MinLen():
+                yield "not empty"
+
+
+def quoted(value: object) -> str:
+    """A value for a one-line message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTED else text[:_LONGEST_QUOTED] + "..."
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """The nearest known name as the end of a sentence, or the empty string."""
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def build_section(section: type[SectionT], given: Mapping[str, Given], *, prefix: str = "") -> SectionT:
+    """The section with the given values over its defaults.
+
+    Args:
+        given: by field name; the names may be unknown.
+        prefix: goes before field names in messages, such as "speculative_config.".
+    Raises: ConfigError that names every refused value, where it came from and what would be accepted.
+    """
+    try:
+        return section.model_validate({name: item.value for name, item in given.items()})
+    except ValidationError as error:
+        problems = [_describe(section, given, prefix, details) for details in error.errors()]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def _describe(section: type[Section], given: Mapping[str, Given], prefix: str, details: ErrorDetails) -> str:
+    own_words = str(details["ctx"]["error"]) if details["type"] == "value_error" else ""
+    if not details["loc"]:  # a rule about several fields; its words name them
+        source = next(iter(given.values())).source
+        return f"{prefix.rstrip('.')}: {own_words} (from {source})"
+    name = str(details["loc"][0])
+    if details["type"] == "extra_forbidden":
+        return f"{prefix}{name}: no such setting{did_you_mean(name, section.model_fields)} (from {given[name].source})"
+    rule = own_words or f"must be {accepted_values(section.model_fields[name])}"
+    return f"{prefix}{name}: {rule}, got {quoted(given[name].value)} (from {given[name].source})"
