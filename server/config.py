@@ -12,8 +12,9 @@ from typing import Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from server.config_values import ByteCount, Given, Section, build_section, did_you_mean, quoted
+from server.config_values import ByteCount, Given, Section, build_section, quoted
 from server.errors import ConfigError
+from server.suggestions import did_you_mean
 
 
 class ModelConfig(Section):
@@ -229,9 +230,8 @@ def _parse_speculative(given: Given) -> SpeculativeConfig | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{SPECULATIVE_CONFIG}: must be a JSON object or none, got {quoted(value)}: {error} (from {given.source})"
-            ) from None
+            problem = f"must be a JSON object or none, got {quoted(value)}: {error}"
+            raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
     if value is None or isinstance(value, str):
         return None
     if isinstance(value, SpeculativeConfig):

@@ -3,11 +3,10 @@
 Knows fields and sections, not which ones there are: that is server.config.
 """
 
-import difflib
 import re
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -17,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from server.errors import ConfigError
+from server.suggestions import did_you_mean
 
 _BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -118,12 +118,6 @@ def quoted(value: object) -> str:
     """A value for a one-line message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTED else text[:_LONGEST_QUOTED] + "..."
-
-
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The nearest known name as the end of a sentence, or the empty string."""
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def build_section(section: type[SectionT], given: Mapping[str, Given], *, prefix: str = "") -> SectionT:

@@ -1,0 +1,92 @@
+"""The command line: finds the subcommand's module, and turns errors into exit codes.
+
+Exit codes: 0 done, 1 the work failed, 2 a wrong setting or argument, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from server.errors import ConfigError, OutriderError
+from server.suggestions import did_you_mean
+from server.version import VERSION
+
+COMMANDS = {
+    "serve": "serve a model over gRPC",
+    "pull": "fetch a model ahead of time",
+    "generate": "send one prompt to a server and stream the answer",
+    "chat": "talk to the model of a server",
+    "demo": "start a server, ask it a question, and show the answer and its speed",
+    "bench": "measure a server under load",
+}
+"""Subcommands and their help; each is server/commands/NAME.py with `configure(parser)` and `run(args)`.
+
+Only the chosen one is imported, so that none pays for another's dependencies.
+"""
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports every mistake as one ConfigError, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+    def reject_unknown(self, arguments: Sequence[str]) -> None:
+        """Raises: ConfigError on the first argument that no option took, naming the nearest option."""
+        if not arguments:
+            return
+        name = arguments[0].partition("=")[0]
+        known = did_you_mean(name, self._option_string_actions) if name.startswith("-") else ""
+        raise ConfigError(f"unknown argument {name}{known}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns: the exit code; nothing but a bug raises."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # here, where a broken pipe is still handled
+    except ConfigError as error:
+        return _fail(error, EXIT_USAGE)
+    except OutriderError as error:
+        return _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone. Without this, the interpreter's last flush complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    parser = _Parser(prog="outrider", description="Serve large language models over gRPC.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"outrider {VERSION}")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        raise ConfigError(f"unknown command {chosen}{did_you_mean(chosen, COMMANDS)}")
+    commands = {
+        name: subparsers.add_parser(name, help=words, description=words, allow_abbrev=False)
+        for name, words in COMMANDS.items()
+    }
+    if chosen is None:
+        _, unknown = parser.parse_known_args(arguments)  # prints help or the version
+        parser.reject_unknown(unknown)
+        raise ConfigError(f"a command is required: {', '.join(COMMANDS)}")
+    command = importlib.import_module(f"server.commands.{chosen}")
+    command.configure(commands[chosen])
+    args, unknown = parser.parse_known_args(arguments)
+    commands[chosen].reject_unknown(unknown)
+    return int(command.run(args))
+
+
+def _fail(error: OutriderError, code: int) -> int:
+    print(f"outrider: {' '.join(str(error).split())}", file=sys.stderr)
+    return code

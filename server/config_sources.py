@@ -1,0 +1,114 @@
+"""Collects settings from flags, the environment and a file: flag > OUTRIDER_<FLAG> > file > default."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import yaml
+
+from server.config import FLAT_SECTIONS, SETTING_NAMES, SPECULATIVE_CONFIG, Config, SpeculativeConfig
+from server.config_values import Given, accepted_values, choices
+from server.errors import ConfigError
+from server.suggestions import did_you_mean
+
+ENV_PREFIX = "OUTRIDER_"
+_CONFIG_FILE = "config"
+_POSITIONAL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """A configuration, and where each of its settings came from."""
+
+    config: Config
+    sources: Mapping[str, str]
+
+    def render(self) -> str:
+        """Every setting with its source, one a line; the text is itself a valid --config file."""
+        lines = [f"{name}: {json.dumps(value)}" for name, value in self.config.flat().items()]
+        width = max(map(len, lines))
+        return "\n".join(
+            f"{line:<{width}}  # {source}" for line, source in zip(lines, self.sources.values(), strict=True)
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting, in a group per section, and --config.
+
+    A flag that is not given leaves no attribute behind, so that it differs from every value.
+    """
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of settings by name")
+    for section in FLAT_SECTIONS.values():
+        group = parser.add_argument_group(str(section.__doc__).rstrip("."))
+        for name, field in section.model_fields.items():
+            default = "none" if field.default is None else field.default
+            words = f"{field.description} ({accepted_values(field)}; default: {default})".replace("%", "%%")
+            if name == _POSITIONAL:
+                parser.add_argument(name, metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=words)
+            elif field.annotation is bool:
+                group.add_argument(
+                    _flag(name), action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=words
+                )
+            else:
+                metavar = "{" + ",".join(map(str, choices(field))) + "}" if choices(field) else "VALUE"
+                group.add_argument(_flag(name), metavar=metavar, default=argparse.SUPPRESS, help=words)
+    group = parser.add_argument_group("How draft tokens are made")
+    keys = ", ".join(f"{name} ({field.default})" for name, field in SpeculativeConfig.model_fields.items())
+    group.add_argument(
+        _flag(SPECULATIVE_CONFIG),
+        metavar="JSON",
+        default=argparse.SUPPRESS,
+        help=f"JSON object, or none for no speculation; keys and their defaults: {keys} (default: none)",
+    )
+
+
+def resolve(flags: Mapping[str, object], environ: Mapping[str, str]) -> ResolvedConfig:
+    """Merge all sources.
+
+    Args:
+        flags: the attributes that the parser of `add_arguments` set; other names are ignored.
+        environ: the process's environment.
+    Raises: ConfigError, on the first source that cannot be read, else naming every bad setting.
+    """
+    given = _read_environment(environ)
+    path = given.pop(_CONFIG_FILE).value if _CONFIG_FILE in given else None
+    path = flags.get(_CONFIG_FILE, path)
+    if path is not None:
+        given = _read_file(Path(str(path))) | given
+    given |= {name: Given(flags[name], f"flag {_flag(name)}") for name in SETTING_NAMES if name in flags}
+    config = Config.from_given(given)
+    return ResolvedConfig(config, {name: given[name].source if name in given else "default" for name in config.flat()})
+
+
+def _flag(name: str) -> str:
+    return "MODEL" if name == _POSITIONAL else "--" + name.replace("_", "-")
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
+    """Every OUTRIDER_* variable by the name of its setting; one that names none is an error."""
+    known = {ENV_PREFIX + name.upper(): name for name in (*SETTING_NAMES, _CONFIG_FILE)}
+    given: dict[str, Given] = {}
+    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX)):
+        if variable not in known:
+            raise ConfigError(f"{variable}: no such variable{did_you_mean(variable, known)} (from the environment)")
+        given[known[variable]] = Given(environ[variable], f"env {variable}")
+    return given
+
+
+def _read_file(path: Path) -> dict[str, Given]:
+    """The mapping in a YAML file; its names are checked with the values."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {path} is no valid YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"config: {path} must hold a mapping of settings, not a {type(content).__name__}")
+    items = cast("dict[object, object]", content)
+    return {str(name): Given(value, f"file:{path}") for name, value in items.items()}
