@@ -1,0 +1,51 @@
+"""Generates the stubs beside the .proto files; with --check, only tells whether they are fresh.
+
+Runs protoc from the repository's root, so that stubs import each other as protos.outrider.v1.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def generate(target: Path) -> None:
+    """Write the stubs of every .proto of ours below `target`.
+
+    Raises: SystemExit with protoc's code; what is wrong stands on stderr.
+    """
+    sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("protos/outrider/*/*.proto"))
+    outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
+    if code := protoc.main(["protoc", f"--proto_path={ROOT}", *outputs, *sources]):
+        raise SystemExit(code)
+
+
+def stale_stubs() -> list[str]:
+    """Stubs that differ from what their .proto gives, or lack one; paths from the root."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate(Path(folder))
+        fresh = _contents(Path(folder))
+    committed = _contents(ROOT)
+    return sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
+
+
+def _contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.glob("protos/outrider/*/*_pb2*.py*")}
+
+
+def main() -> None:
+    """Generate or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a stub is stale")
+    if not parser.parse_args().check:
+        generate(ROOT)
+    elif stale := stale_stubs():
+        sys.exit(f"stale stubs, run `make protos`: {', '.join(stale)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""What every test runs under."""
+
+import os
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU; torch is imported only if there are any."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's OUTRIDER_* variables must not reach the tests."""
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_"):
+            monkeypatch.delenv(name)
