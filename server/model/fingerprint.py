@@ -1,0 +1,61 @@
+"""The digest that says whose KV may be mixed with whose."""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig
+
+from server.host import cpu_count
+from server.model.weights import WeightFiles
+
+# Raise it whenever the meaning of a stored KV block changes.
+KV_FORMAT_VERSION = 1
+
+_CHUNK_NBYTES = 32 << 20
+
+# What makes KV of equal weights differ. The rest of the configuration either follows from the
+# weights or changes nothing in K and V.
+_CONFIG_FIELDS = (
+    *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
+    *("rope_parameters", "max_position_embeddings", "layer_types", "sliding_window", "quantization_config"),
+)
+
+
+def fingerprint(weights: WeightFiles, config: PreTrainedConfig, dtype: torch.dtype) -> bytes:
+    """SHA-256 over weights, KV geometry, rope, quantisation, computation type and format version.
+
+    The same in every process and on every machine for the same files: it depends neither on
+    paths nor on the number of threads that computed it.
+    """
+    described = config.to_dict()
+    canonical = json.dumps(
+        {
+            "format": KV_FORMAT_VERSION,
+            "weights": [digest_file(path).hex() for path in weights.paths],
+            "dtype": str(dtype).removeprefix("torch."),
+            **{name: described.get(name) for name in _CONFIG_FIELDS},
+        },
+        sort_keys=True,
+        default=str,
+    )
+    return hashlib.sha256(canonical.encode()).digest()
+
+
+def digest_file(path: Path) -> bytes:
+    """SHA-256 over the SHA-256 of each 32 MiB chunk; all CPUs work at once, as hashing drops the GIL.
+
+    Every byte is read: a sample would take two fine-tunings of one model for the same.
+    """
+    offsets = range(0, path.stat().st_size, _CHUNK_NBYTES)
+    with ThreadPoolExecutor(cpu_count(), thread_name_prefix="digest") as pool:
+        chunks = pool.map(lambda offset: _digest_chunk(path, offset), offsets)
+        return hashlib.sha256(b"".join(chunks)).digest()
+
+
+def _digest_chunk(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return hashlib.sha256(file.read(_CHUNK_NBYTES)).digest()

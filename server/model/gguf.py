@@ -1,0 +1,117 @@
+"""Turns a GGUF file into a standard Hugging Face folder, once.
+
+The rest of the server then knows one format only, and a start costs no conversion.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.errors import ModelError
+from server.model.progress import without_foreign_bars
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+    from transformers import PreTrainedTokenizerBase
+
+MAGIC = b"GGUF"
+
+# Splits every digit off, as these vocabularies were trained. transformers leaves it out for them,
+# and text such as "  12" then becomes other tokens than the model has seen in training.
+_SINGLE_DIGIT_PRE_TOKENIZERS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file starts like a GGUF file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Write config, weights, tokenizer, chat template and generation config of `source` into `folder`.
+
+    Weights are dequantised. Files of mostly float32 or float16 keep that type; all others are
+    stored in bfloat16, which is what they are served in by default: half the disk and page cache
+    of float32, and its rounding (2^-9) is small beside that of 4 to 8 bit weights. A float32 run
+    widens the same stored values, so comparisons with other engines on this folder stay exact.
+
+    Raises: ModelError if the file is broken or of an architecture that transformers cannot read.
+    """
+    import torch
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        reader = GGUFReader(source)
+        dtype = _stored_dtype(reader)
+        with without_foreign_bars():
+            config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+            # With the right extra package installed, transformers would keep the blocks packed.
+            if (quantization := getattr(config, "quantization_config", None)) is not None:
+                quantization["dequantize"] = True
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source.parent, config=config, gguf_file=source.name, dtype=dtype
+            )
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # GGUFReader and transformers raise whatever the bytes lead them to: ValueError, KeyError, IndexError, ...
+    except Exception as error:
+        raise ModelError(
+            f"cannot convert {source}: {error or type(error).__name__}; the file is broken, or its architecture is "
+            "not one that transformers reads from GGUF: fetch it again, or use the model's safetensors folder"
+        ) from error
+
+    # transformers refuses to save a model that came from a GGUF file: a fresh one of the same
+    # configuration takes its tensors over, without a copy.
+    config = loaded.config
+    vars(config).pop("quantization_config", None)
+    config.name_or_path = ""
+    config.architectures = [type(loaded).__name__]
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
+    _restore_digit_splitting(reader, tokenizer)
+    tokenizer.model_max_length = config.max_position_embeddings
+    with without_foreign_bars():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    _write_generation_config(folder, reader)
+
+
+def _stored_dtype(reader: "GGUFReader") -> "torch.dtype":
+    import torch
+
+    sizes: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += tensor.n_elements
+    commonest = max(sizes, key=lambda name: sizes[name])
+    return {"F32": torch.float32, "F16": torch.float16}.get(commonest, torch.bfloat16)
+
+
+def _restore_digit_splitting(reader: "GGUFReader", tokenizer: "PreTrainedTokenizerBase") -> None:
+    from tokenizers import pre_tokenizers
+
+    field = reader.get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() in _SINGLE_DIGIT_PRE_TOKENIZERS:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+
+
+def _write_generation_config(folder: Path, reader: "GGUFReader") -> None:
+    """GGUF has no generation config; its special ids are what one needs to know when to stop."""
+    ids = {name: _token_id(reader, name) for name in ("bos", "eos", "eot", "padding")}
+    entries: dict[str, object] = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
+    # Chat models end a turn by "eot", which need not be the end of a text.
+    entries["eos_token_id"] = [i for i in dict.fromkeys((ids["eos"], ids["eot"])) if i is not None]
+    present = {name: value for name, value in entries.items() if value not in (None, [])}
+    (folder / "generation_config.json").write_text(json.dumps(present, indent=2) + "\n")
+
+
+def _token_id(reader: "GGUFReader", name: str) -> int | None:
+    field = reader.get_field(f"tokenizer.ggml.{name}_token_id")
+    return None if field is None else int(field.contents())
