@@ -28,7 +28,7 @@ class ResolvedConfig:
 
     def render(self) -> str:
         """Every setting with its source, one a line; the text is itself a valid --config file."""
-        lines = [f"{name}: {json.dumps(value)}" for name, value in self.config.flat().items()]
+        lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in self.config.flat().items()]
         width = max(map(len, lines))
         return "\n".join(
             f"{line:<{width}}  # {source}" for line, source in zip(lines, self.sources.values(), strict=True)
