@@ -79,7 +79,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What speculation did for one choice; the tuples count by draft position."""
+    """What speculation did for one choice."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -137,7 +137,7 @@ class RequestStream(Protocol):
 
 
 class Engine(Protocol):
-    """An engine as the front sees it. All methods run on the event loop and never block."""
+    """An engine as the front sees it. All methods run on the event loop unless they say otherwise, and never block."""
 
     @property
     def model_info(self) -> ModelInfo:
@@ -160,7 +160,7 @@ class Engine(Protocol):
         """
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot of scheduler, cache and speculation."""
+        """A snapshot of scheduler, cache and speculation; may be called from any thread."""
 
     def now(self) -> float:
         """Seconds on the engine's monotonic clock."""
