@@ -144,8 +144,8 @@ def test_empty_file_gives_nothing(file: Path) -> None:
 
 
 def test_rendering_is_a_config_file(tmp_path: Path) -> None:
-    arguments = '--port 7 --chat-template {{x}}#"é😀" --kv-cache-memory-bytes 1GiB --speculative-config {"match":"last"}'
-    resolved = _resolve(arguments)
+    flags = '--port 7 --chat-template {{x}}#"é😀" --kv-cache-memory-bytes 1GiB --speculative-config {"match":"last"}'
+    resolved = _resolve(flags)
     path = tmp_path / "c.yaml"
     path.write_text(resolved.render())
     again = _resolve(f"--config {path}")
