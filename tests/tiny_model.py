@@ -52,7 +52,7 @@ def build_tiny_model(
     from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder, vocab_size)
+    write_tokenizer(folder, vocab_size)
     geometry = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
@@ -89,7 +89,7 @@ def build_tiny_model(
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """A byte-level BPE tokenizer: 3 special tokens, 256 bytes, and merges up to `vocab_size`.
 
     Small vocabularies end early and large ones run out of merges, so ids of the model
