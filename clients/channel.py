@@ -1,0 +1,32 @@
+"""How both clients connect, and the health protocol's two messages."""
+
+import time
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # The server bounds what it sends; the client's default of 4 MiB would refuse answers the server allows.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A server that comes back is found within two seconds, not two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    # A server whose machine vanished ends the call instead of leaving it to hang.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+)
+
+# grpc.health.v1 by hand, so that no further package is needed: an empty request asks for the
+# whole server, and field 1 = 1 answers SERVING.
+HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
+HEALTH_REQUEST = b""
+HEALTH_SERVING = b"\x08\x01"
+
+
+class Deadline:
+    """A point in time that all attempts of one call share."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """Seconds left, at least 0; None if there is no deadline."""
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())

@@ -1,0 +1,139 @@
+"""Builds the messages of the contract from keyword arguments; the same for both clients."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict
+
+import grpc
+
+from clients.errors import FieldViolation, InvalidRequestError
+from protos.outrider.v1 import inference_pb2 as pb
+
+Message = Mapping[str, str]
+"""One message of a conversation: {"role": ..., "content": ...}."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How tokens are chosen and when to stop. Unset or None: the model's default, then the contract's."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Iterable[str] | None
+    allowed_token_ids: Iterable[int] | None
+    seed: int | None
+    n: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    include_stop_str_in_output: bool | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    skip_special_tokens: bool | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Everything of a generation but a text prompt.
+
+    Exactly one prompt is given: the text, `token_ids`, or `messages`.
+    `speculation` False turns speculative decoding off; `num_speculative_tokens` bounds it.
+    """
+
+    token_ids: Iterable[int] | None
+    messages: Iterable[Message] | None
+    speculation: bool | None
+    num_speculative_tokens: int | None
+    priority: int | None
+    cache_salt: str | None
+    request_id: str | None
+
+
+def generate_request(prompt: str | None, options: GenerateOptions) -> pb.GenerateRequest:
+    """The request. Raises: InvalidRequestError for what the wire cannot carry, TypeError for unknown options."""
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    request = pb.GenerateRequest()
+    token_ids, messages = given.pop("token_ids", None), given.pop("messages", None)
+    if sum(value is not None for value in (prompt, token_ids, messages)) != 1:
+        raise _invalid("prompt", "give exactly one of text, token_ids and messages")
+    if prompt is not None:
+        _assign(request, "text", prompt, "text")
+    elif token_ids is not None:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids, "ids", token_ids, "token_ids.ids")
+    else:
+        request.chat.CopyFrom(_chat(messages))
+    for name in ("priority", "cache_salt", "request_id"):
+        if name in given:
+            _assign(request, name, given.pop(name), name)
+    for option, name in (("speculation", "enabled"), ("num_speculative_tokens", "num_speculative_tokens")):
+        if option in given:
+            _assign(request.speculation, name, given.pop(option), f"speculation.{name}")
+    for name, value in given.items():
+        _set_sampling(request.sampling, name, value)
+    return request
+
+
+def tokenize_request(
+    text: str | None, messages: Iterable[Message] | None, add_special_tokens: bool | None
+) -> pb.TokenizeRequest:
+    """The request. Raises: InvalidRequestError unless exactly one of text and messages is given."""
+    if (text is None) == (messages is None):
+        raise _invalid("prompt", "give exactly one of text and messages")
+    chat = None if messages is None else _chat(messages)
+    return pb.TokenizeRequest(text=text, chat=chat, add_special_tokens=add_special_tokens)
+
+
+def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
+    """The conversation as a message; what lacks a role or content is refused by name."""
+    chat = pb.ChatMessages()
+    for i, message in enumerate(messages):
+        if unknown := set(message) ^ {"role", "content"}:
+            raise _invalid(f"chat.messages[{i}]", f"needs role and content and no more, see {sorted(unknown)}")
+        chat.messages.add(role=message["role"], content=message["content"])
+    return chat
+
+
+def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
+    field, path = sampling.DESCRIPTOR.fields_by_name.get(name), f"sampling.{name}"
+    if field is None:
+        raise TypeError(f"no option {name!r}; there are {sorted(GenerateOptions.__annotations__)}")
+    match name:
+        case "logit_bias":
+            for token_id, bias in dict(value).items():
+                try:
+                    sampling.logit_bias[token_id] = bias
+                except (TypeError, ValueError) as error:
+                    raise _invalid(f"{path}[{token_id}]", str(error)) from error
+        case "allowed_token_ids":
+            sampling.allowed_token_ids.SetInParent()
+            _extend(sampling.allowed_token_ids, "ids", value, path)
+        case "stop" | "bad_words" | "stop_token_ids":
+            _extend(sampling, name, [value] if isinstance(value, str) else value, path)
+        case _:
+            _assign(sampling, name, value, path)
+
+
+def _assign(message: object, name: str, value: object, path: str) -> None:
+    try:
+        setattr(message, name, value)
+    except (TypeError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
+
+
+def _extend(message: object, name: str, values: Iterable[object], path: str) -> None:
+    try:
+        getattr(message, name).extend(values)
+    except (TypeError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
+
+
+def _invalid(field: str, description: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{field}: {description}", grpc.StatusCode.INVALID_ARGUMENT, (FieldViolation(field, description),)
+    )
