@@ -1,0 +1,80 @@
+"""One gRPC call from its arrival to its one CallFinished event, whatever its outcome."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status  # type: ignore[import-untyped]
+
+from server.engine.protocol import Delta, Finished
+from server.events import CallFinished, EventBus
+from server.rpc.status import status_of, status_of_cancellation
+
+
+class CallRecord:
+    """What CallFinished will say of a call; owned by its handler's task."""
+
+    def __init__(self) -> None:
+        self.request_id = ""
+        self.num_prompt_tokens = 0
+        self.attributes: dict[str, str | int | float | bool] = {}
+        self._choices: list[Finished] = []
+        self._num_streamed_tokens = 0
+
+    def add_delta(self, delta: Delta) -> None:
+        """Count the tokens of a delta."""
+        self._num_streamed_tokens += len(delta.token_ids)
+
+    def add_finished(self, finished: Finished) -> None:
+        """Remember a choice that ended."""
+        self._choices.append(finished)
+
+    def event(self, method: str, metadata: dict[str, str], status: str, error: str, start_ns: int) -> CallFinished:
+        """The event, as of now."""
+        return CallFinished(
+            method=method,
+            metadata=metadata,
+            status=status,
+            error=error,
+            start_unix_ns=start_ns,
+            end_unix_ns=time.time_ns(),
+            request_id=self.request_id,
+            choices=tuple(self._choices),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_completion_tokens=self._num_streamed_tokens,
+            attributes=self.attributes,
+        )
+
+
+@asynccontextmanager
+async def recorded_call(
+    method: str, context: "grpc.aio.ServicerContext[Any, Any]", events: EventBus
+) -> AsyncIterator[CallRecord]:
+    """Turn errors of the body into the call's status and publish its CallFinished.
+
+    Cancellation goes on up, once recorded.
+    """
+    start_ns = time.time_ns()
+    record = CallRecord()
+    code, message = grpc.StatusCode.OK, ""
+    try:
+        yield record
+    except asyncio.CancelledError:
+        code = status_of_cancellation(context.time_remaining())
+        message = "the client left or its deadline passed, or the server stopped"
+        raise
+    except Exception as error:
+        code, status = status_of(error)
+        message = status.message
+        trailers = rpc_status.to_status(status).trailing_metadata
+        await context.abort(code, message, trailers)
+    finally:
+        metadata = _text_metadata(context.invocation_metadata() or ())
+        events.publish(record.event(method, metadata, code.name, message, start_ns))
+
+
+def _text_metadata(metadata: Any) -> dict[str, str]:
+    return {key.lower(): value for key, value in metadata if isinstance(value, str)}

@@ -1,0 +1,71 @@
+"""What the wire contract says, as values of the engine's side. Presence rules live here.
+
+Runs in the tokenizer pool: a list of a million ids is not copied on the event loop.
+"""
+
+from collections.abc import Mapping
+
+from protos.outrider.v1 import inference_pb2 as pb
+from server.errors import FieldViolation, InvalidRequest
+from server.preprocess import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from server.request import SamplingParams, SpeculationOptions
+
+_OPTIONAL_SCALARS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+_REPEATED = ("bad_words", "stop", "stop_token_ids")
+
+
+def prompt_from_proto(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:
+    """The request's prompt. Raises: InvalidRequest if none is set."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "token_ids" if isinstance(request, pb.GenerateRequest):
+            return TokensPrompt(request.token_ids.ids)
+        case "chat":
+            return ChatPrompt([(message.role, message.content) for message in request.chat.messages])
+    raise InvalidRequest.of("prompt", "must be set")
+
+
+def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float | int]) -> SamplingParams:
+    """The sampling parameters, unset ones from the model's `defaults`, then SamplingParams' own.
+
+    An unset max_tokens becomes None, "to the end of the context", whatever the defaults say.
+    Raises: InvalidRequest naming every field out of range.
+    """
+    values: dict[str, object] = {**defaults, "max_tokens": None}
+    values |= {name: getattr(message, name) for name in _OPTIONAL_SCALARS if message.HasField(name)}
+    values |= {name: tuple(getattr(message, name)) for name in _REPEATED}
+    values["logit_bias"] = dict(message.logit_bias)
+    if message.HasField("allowed_token_ids"):
+        values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
+    try:
+        return SamplingParams(**values)  # type: ignore[arg-type]  # each has the type of the field it was read from
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            *(FieldViolation(f"sampling.{violation.field}", violation.description) for violation in error.violations)
+        ) from None
+
+
+def speculation_from_proto(message: pb.SpeculationOptions) -> SpeculationOptions:
+    """Speculation as this request wants it; unset fields leave it to the server."""
+    return SpeculationOptions(
+        enabled=message.enabled if message.HasField("enabled") else True,
+        num_speculative_tokens=message.num_speculative_tokens if message.HasField("num_speculative_tokens") else None,
+    )

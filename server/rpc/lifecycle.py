@@ -1,0 +1,131 @@
+"""The gRPC server: what it listens on, what it reports of its health, how it ends."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+from protos.outrider.v1 import inference_pb2 as pb
+from protos.outrider.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from server.config import ServerConfig
+from server.engine.protocol import Engine
+from server.errors import ConfigError
+from server.events import EventBus
+from server.preprocess import Preprocessor
+from server.rpc.service import InferenceService
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+_PROBE_TIMEOUT_S = 1.0
+_FLUSH_TIMEOUT_S = 1.0
+
+
+class GrpcServer:
+    """Serves outrider.v1.Inference, health and reflection on one address.
+
+    Owned by compose.py; every method runs on the event loop that the engine's streams belong to.
+    Health is NOT_SERVING until `set_serving`, and again from the first moment of `stop`.
+    """
+
+    def __init__(self, config: ServerConfig, engine: Engine, preprocessor: Preprocessor, events: EventBus) -> None:
+        from grpc_health.v1 import health
+        from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+        self._config = config
+        self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._service = InferenceService(engine, preprocessor, self._pool, events)
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(options=_options(config.max_message_bytes))
+        add_InferenceServicer_to_server(self._service, self._server)
+        add_HealthServicer_to_server(self._health, self._server)
+
+    async def start(self) -> int:
+        """Listen and answer, health still NOT_SERVING.
+
+        Returns: the TCP port, 0 for a Unix socket.
+        Raises: ConfigError if the address cannot be bound.
+        """
+        from grpc_health.v1 import health
+        from grpc_reflection.v1alpha import reflection
+
+        await self._set_health(is_serving=False)
+        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        port = self._bind()
+        await self._server.start()
+        return port
+
+    async def set_serving(self) -> None:
+        """Report SERVING: the engine is warm."""
+        await self._set_health(is_serving=True)
+
+    async def stop(self) -> None:
+        """Refuse new calls, let live ones end for `shutdown_timeout_seconds`, cancel the rest."""
+        await self._health.enter_graceful_shutdown()
+        async with asyncio.TaskGroup() as tasks:
+            draining = tasks.create_task(self._server.stop(self._config.shutdown_timeout_seconds))
+            idle = tasks.create_task(self._service.wait_idle())
+            await asyncio.wait((draining, idle), return_when=asyncio.FIRST_COMPLETED)
+            # Health watchers never leave by themselves: an idle service waits only until its last words are sent.
+            await self._server.stop(_FLUSH_TIMEOUT_S)
+            idle.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._config.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._config.uds)
+
+    async def _set_health(self, *, is_serving: bool) -> None:
+        from grpc_health.v1 import health_pb2
+
+        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, status)
+
+    def _bind(self) -> int:
+        if self._config.uds is not None:
+            _check_socket_is_free(self._config.uds)
+            address = f"unix:{self._config.uds}"
+        else:
+            host = self._config.host
+            address = f"[{host}]:{self._config.port}" if ":" in host else f"{host}:{self._config.port}"
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: is it in use, or not an address of this machine?"
+            ) from error
+        return 0 if self._config.uds is not None else port
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        # Otherwise a second server on the same port takes half of the first one's calls.
+        ("grpc.so_reuseport", 0),
+        # A client whose machine vanished is found out within a minute, and its request ended.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may ping as often; the default of five minutes closes their connections.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def _check_socket_is_free(path: str) -> None:
+    """gRPC unlinks what it finds in its way: do not let it take the socket of a live server, or a file."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"cannot listen on unix:{path}: there is a file of that name that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise ConfigError(f"cannot listen on unix:{path}: another server listens there")

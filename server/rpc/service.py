@@ -1,0 +1,225 @@
+"""The servicer: the only door from gRPC to the engine."""
+# ruff: noqa: N802 - the stubs name the methods
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, cast
+
+import grpc
+
+from protos.outrider.v1 import inference_pb2 as pb
+from protos.outrider.v1.inference_pb2_grpc import InferenceServicer
+from server.engine.protocol import Delta, Engine, Finished, PromptLogprobs, RequestStream, Started, StreamEvent
+from server.errors import InvalidRequest
+from server.events import EventBus, TokensStreamed
+from server.preprocess import Preprocessor, TokensPrompt, check_request_id
+from server.request import Request, SamplingParams
+from server.rpc.call import CallRecord, recorded_call
+from server.rpc.convert import prompt_from_proto, sampling_from_proto, speculation_from_proto
+from server.rpc.responses import (
+    delta_to_proto,
+    finished_to_proto,
+    model_info_to_proto,
+    prompt_logprobs_to_proto,
+    started_to_proto,
+    statistics_to_proto,
+)
+from server.version import VERSION
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_Result = TypeVar("_Result")
+
+
+class InferenceService(InferenceServicer):
+    """Answers the calls of outrider.v1.Inference, on the event loop that owns the engine's streams.
+
+    Handlers are coroutines that write, not generators: a cancelled generator is closed only
+    when it is collected, and its request would run on until then.
+    """
+
+    def __init__(self, engine: Engine, preprocessor: Preprocessor, pool: Executor, events: EventBus) -> None:
+        self._engine = engine
+        self._preprocessor = preprocessor
+        self._pool = pool
+        self._events = events
+        self._num_live_calls = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return once no call is live."""
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def _call(self, method: str, context: Context) -> AsyncIterator[CallRecord]:
+        self._num_live_calls += 1
+        self._idle.clear()
+        try:
+            async with recorded_call(method, context, self._events) as record:
+                yield record
+        finally:
+            self._num_live_calls -= 1
+            if self._num_live_calls == 0:
+                self._idle.set()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Reserve the id, tokenise in the pool, stream; the request ends with the call, whatever ends it."""
+        async with self._call("Generate", context) as record:
+            arrival_s = self._engine.now()
+            # Its stub forgets that a call may have no deadline.
+            remaining_s = cast("float | None", context.time_remaining())
+            deadline_s = None if remaining_s is None else arrival_s + remaining_s
+            request_id = request.request_id if request.HasField("request_id") else str(uuid.uuid4())
+            check_request_id(request_id)
+            record.request_id = request_id
+            stream = self._engine.open(request_id, deadline_s=deadline_s)
+            try:
+                await self._stream(stream, request, arrival_s, deadline_s, context, record)
+            finally:
+                self._engine.abort(request_id)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """The ids of a prompt, as Generate would make them."""
+        async with self._call("Tokenize", context):
+            token_ids = await self._in_pool(lambda: self._tokenize(request))
+            return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._preprocessor.model_info.max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """The text of some ids."""
+        async with self._call("Detokenize", context):
+            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            text = await self._in_pool(
+                lambda: self._preprocessor.detokenize(request.token_ids, skip_special_tokens=skip)
+            )
+            return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """End requests; those already over are reported as not found."""
+        async with self._call("Abort", context):
+            return pb.AbortResponse(
+                results=[
+                    pb.AbortResult(request_id=request_id, found=self._engine.abort(request_id))
+                    for request_id in request.request_ids
+                ]
+            )
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        """The loaded model and its limits."""
+        async with self._call("GetModelInfo", context):
+            return model_info_to_proto(
+                self._engine.model_info, has_chat_template=self._preprocessor.has_chat_template, version=VERSION
+            )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """A snapshot of the engine."""
+        async with self._call("GetStats", context):
+            return statistics_to_proto(self._engine.statistics())
+
+    async def _stream(
+        self,
+        stream: RequestStream,
+        message: pb.GenerateRequest,
+        arrival_s: float,
+        deadline_s: float | None,
+        context: Context,
+        record: CallRecord,
+    ) -> None:
+        """Submit once tokenised, and write events meanwhile: an abort may come before the first token id."""
+
+        async def prepare() -> None:
+            request = await self._in_pool(lambda: self._build(message, stream.request_id, arrival_s, deadline_s))
+            record.num_prompt_tokens = len(request.prompt_token_ids)
+            record.attributes = _request_attributes(request.sampling)
+            self._engine.submit(stream, request)
+
+        last_sent_s: dict[int, float] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                preparing = tasks.create_task(prepare())
+                async for event in stream:
+                    await self._write(event, context, record, last_sent_s)
+                preparing.cancel()
+        except ExceptionGroup as group:
+            # Either tokenising or the stream failed; the group only says so in plural.
+            error = group.exceptions[0]
+            raise error from error.__cause__
+
+    async def _write(
+        self, event: StreamEvent, context: Context, record: CallRecord, last_sent_s: dict[int, float]
+    ) -> None:
+        token_text = self._preprocessor.token_text
+        match event:
+            case Started():
+                await context.write(started_to_proto(event))
+            case PromptLogprobs():
+                messages = prompt_logprobs_to_proto(event, token_text)
+                while (response := await self._in_pool(lambda: next(messages, None))) is not None:
+                    await context.write(response)
+            case Delta():
+                record.add_delta(event)
+                self._publish_tokens(event, record.request_id, last_sent_s)
+                for response in delta_to_proto(event, token_text):
+                    await context.write(response)
+            case Finished():
+                record.add_finished(event)
+                await context.write(finished_to_proto(event))
+
+    def _publish_tokens(self, delta: Delta, request_id: str, last_sent_s: dict[int, float]) -> None:
+        if not delta.token_ids:
+            return
+        now_s = self._engine.now()
+        previous_s = last_sent_s.get(delta.index)
+        last_sent_s[delta.index] = now_s
+        self._events.publish(
+            TokensStreamed(
+                request_id=request_id,
+                index=delta.index,
+                num_tokens=len(delta.token_ids),
+                gap_s=None if previous_s is None else now_s - previous_s,
+            )
+        )
+
+    def _build(
+        self, message: pb.GenerateRequest, request_id: str, arrival_s: float, deadline_s: float | None
+    ) -> Request:
+        return self._preprocessor.build(
+            prompt_from_proto(message),
+            sampling_from_proto(message.sampling, self._preprocessor.model_info.generation_defaults),
+            request_id=request_id,
+            speculation=speculation_from_proto(message.speculation),
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            arrival_s=arrival_s,
+            deadline_s=deadline_s,
+        )
+
+    def _tokenize(self, request: pb.TokenizeRequest) -> list[int]:
+        prompt = prompt_from_proto(request)
+        assert not isinstance(prompt, TokensPrompt), "TokenizeRequest takes no ids"
+        if request.WhichOneof("prompt") == "chat" and request.HasField("add_special_tokens"):
+            raise InvalidRequest.of("add_special_tokens", "must not be set with chat: the template brings its own")
+        add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return self._preprocessor.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    async def _in_pool(self, call: Callable[[], _Result]) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+
+def _request_attributes(sampling: SamplingParams) -> dict[str, str | int | float | bool]:
+    """What the caller asked for, defaults resolved, in the names of the GenAI conventions."""
+    attributes: dict[str, str | int | float | bool] = {
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.choice.count": sampling.n,
+    }
+    if sampling.max_tokens is not None:
+        attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+    if sampling.seed is not None:
+        attributes["gen_ai.request.seed"] = sampling.seed
+    return attributes

@@ -1,0 +1,158 @@
+"""Presence rules of the wire contract."""
+
+import math
+from typing import Any
+
+import pytest
+
+from protos.outrider.v1 import inference_pb2 as pb
+from server.errors import InvalidRequest
+from server.preprocess import ChatPrompt, TextPrompt, TokensPrompt
+from server.request import SamplingParams, SpeculationOptions
+from server.rpc.convert import prompt_from_proto, sampling_from_proto, speculation_from_proto
+
+FLOATS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+
+
+def test_unset_fields_follow_the_model_then_the_contract() -> None:
+    sampling = sampling_from_proto(pb.SamplingParams(), {"temperature": 0.6, "top_k": 20, "max_tokens": 9})
+    assert sampling == SamplingParams(temperature=0.6, top_k=20, max_tokens=None)
+
+
+def test_set_fields_go_before_the_model_even_at_zero() -> None:
+    message = pb.SamplingParams(temperature=0.0, top_k=0, min_p=0.0, skip_special_tokens=False)
+    defaults = {"temperature": 0.6, "top_k": 20, "min_p": 0.1}
+    assert sampling_from_proto(message, defaults) == SamplingParams(
+        temperature=0.0, top_k=0, min_p=0.0, skip_special_tokens=False, max_tokens=None
+    )
+
+
+def test_every_field_arrives() -> None:
+    """Each field of the message, set to something else than its default, changes the parameters."""
+    message = pb.SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        frequency_penalty=-1.0,
+        presence_penalty=2.0,
+        logit_bias={3: -1.5},
+        bad_words=["no"],
+        allowed_token_ids=pb.TokenIds(ids=[1, 2]),
+        seed=-(2**63),
+        n=3,
+        max_tokens=7,
+        min_tokens=2,
+        stop=["end", "."],
+        stop_token_ids=[8],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=64,
+        skip_special_tokens=False,
+    )
+    assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
+    assert sampling_from_proto(message, {}) == SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        frequency_penalty=-1.0,
+        presence_penalty=2.0,
+        logit_bias={3: -1.5},
+        bad_words=("no",),
+        allowed_token_ids=(1, 2),
+        seed=-(2**63),
+        n=3,
+        max_tokens=7,
+        min_tokens=2,
+        stop=("end", "."),
+        stop_token_ids=(8,),
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=64,
+        skip_special_tokens=False,
+    )
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_float_may_be_other_than_finite(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sampling_from_proto(pb.SamplingParams(**{name: value}), {})
+    assert [violation.field for violation in caught.value.violations] == [f"sampling.{name}"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
+def test_no_bias_may_be_other_than_small(value: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"sampling\.logit_bias\[5\]"):
+        sampling_from_proto(pb.SamplingParams(logit_bias={5: value}), {})
+
+
+@pytest.mark.parametrize(("value", "is_greedy"), [(-0.0, True), (1e38, False)])
+def test_extreme_temperatures_are_taken(value: float, is_greedy: bool) -> None:
+    assert sampling_from_proto(pb.SamplingParams(temperature=value), {}).is_greedy is is_greedy
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1e38}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"allowed_token_ids": pb.TokenIds()}, "allowed_token_ids"),
+        ({"n": 0}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 2**32 - 1}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"stop": ["."] * 65}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"logprobs": 65}, "logprobs"),
+        ({"prompt_logprobs": 2**32 - 1}, "prompt_logprobs"),
+    ],
+)
+def test_values_out_of_range_name_their_field(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sampling_from_proto(pb.SamplingParams(**values), {})
+    assert [violation.field for violation in caught.value.violations] == [f"sampling.{field}"]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_seeds_may_be_extreme(seed: int) -> None:
+    assert sampling_from_proto(pb.SamplingParams(seed=seed), {}).seed == seed
+
+
+def test_prompts() -> None:
+    assert prompt_from_proto(pb.GenerateRequest(text="")) == TextPrompt("")
+    tokens = prompt_from_proto(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4, 5])))
+    assert isinstance(tokens, TokensPrompt)
+    assert list(tokens.token_ids) == [4, 5]
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert prompt_from_proto(pb.TokenizeRequest(chat=chat)) == ChatPrompt([("user", "hi")])
+    with pytest.raises(InvalidRequest, match="prompt: must be set"):
+        prompt_from_proto(pb.GenerateRequest())
+
+
+def test_speculation_presence() -> None:
+    assert speculation_from_proto(pb.SpeculationOptions()) == SpeculationOptions()
+    assert speculation_from_proto(pb.SpeculationOptions(enabled=False, num_speculative_tokens=0)) == SpeculationOptions(
+        enabled=False, num_speculative_tokens=0
+    )
