@@ -1,0 +1,27 @@
+"""`outrider bench`: one subcommand per thing that can be measured."""
+
+import argparse
+from types import ModuleType
+
+from server.commands import bench_serve
+from server.errors import ConfigError
+
+_BENCHES: dict[str, tuple[ModuleType, str]] = {
+    "serve": (bench_serve, "put load on a running server and measure it from the outside"),
+}
+"""What can be measured: the module with its `configure(parser)` and `run(args)`, and its help."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
+    subparsers = parser.add_subparsers(dest="bench", metavar="WHAT")
+    for name, (module, words) in _BENCHES.items():
+        module.configure(subparsers.add_parser(name, help=words, description=words, allow_abbrev=False))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen one. Raises: ConfigError if none was."""
+    if args.bench is None:
+        raise ConfigError(f"bench: say what to measure: {', '.join(_BENCHES)}")
+    module, _ = _BENCHES[args.bench]
+    return int(module.run(args))
