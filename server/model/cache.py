@@ -52,9 +52,7 @@ def _rename(temporary: Path, target: Path) -> None:
 
 def _storage_error(target: Path, error: OSError) -> ModelError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ModelError(
-            f"no space left for {target}: free some, or set XDG_CACHE_HOME to a folder on a larger disk"
-        )
+        return ModelError(f"no space left for {target}: free some, or set XDG_CACHE_HOME to a folder on a larger disk")
     return ModelError(
         f"cannot write {target}: {error.strerror or error}; set XDG_CACHE_HOME to a folder that can be written"
     )
