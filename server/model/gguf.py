@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from server.errors import ModelError
-from server.model.progress import without_foreign_bars
+from server.model.progress import spinner, without_foreign_bars
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -41,34 +43,33 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
     Raises: ModelError if the file is broken or of an architecture that transformers cannot read.
     """
-    import torch
     from gguf import GGUFReader
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        reader = GGUFReader(source)
-        dtype = _stored_dtype(reader)
-        with without_foreign_bars():
-            config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
-            # With the right extra package installed, transformers would keep the blocks packed.
-            if (quantization := getattr(config, "quantization_config", None)) is not None:
-                quantization["dequantize"] = True
+        with spinner(f"converting {source.name}, once"), without_foreign_bars():
+            reader = GGUFReader(source)
+            dtype = _stored_dtype(reader)
             loaded = AutoModelForCausalLM.from_pretrained(
-                source.parent, config=config, gguf_file=source.name, dtype=dtype
+                source.parent,
+                gguf_file=source.name,
+                dtype=dtype,
+                # With a kernel package installed, transformers would otherwise keep the blocks packed.
+                quantization_config=GgufConfig(dequantize=True),
             )
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # GGUFReader and transformers raise whatever the bytes lead them to: ValueError, KeyError, IndexError, ...
     except Exception as error:
         raise ModelError(
-            f"cannot convert {source}: {error or type(error).__name__}; the file is broken, or its architecture is "
-            "not one that transformers reads from GGUF: fetch it again, or use the model's safetensors folder"
+            f"cannot convert {source}: {str(error) or type(error).__name__}; the file is broken, or its architecture "
+            "is not one that transformers reads from GGUF: fetch it again, or use the model's safetensors folder"
         ) from error
 
     # transformers refuses to save a model that came from a GGUF file: a fresh one of the same
     # configuration takes its tensors over, without a copy.
     config = loaded.config
-    vars(config).pop("quantization_config", None)
-    config.name_or_path = ""
+    for origin in ("quantization_config", "_model_name_or_path"):
+        vars(config).pop(origin, None)
     config.architectures = [type(loaded).__name__]
     with torch.device("meta"):
         model = type(loaded)(config)
@@ -82,9 +83,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     _write_generation_config(folder, reader)
 
 
-def _stored_dtype(reader: "GGUFReader") -> "torch.dtype":
-    import torch
-
+def _stored_dtype(reader: "GGUFReader") -> torch.dtype:
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += tensor.n_elements

@@ -19,6 +19,14 @@ def progress_bars() -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
+def spinner(message: str) -> Iterator[None]:
+    """Show `message` while the body runs, on a terminal only."""
+    console = Console(file=sys.stderr)
+    with console.status(message) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def without_foreign_bars() -> Iterator[None]:
     """Keep transformers from drawing bars of its own, which it does into files and pipes too.
 
