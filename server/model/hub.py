@@ -19,9 +19,8 @@ def fetch_from_hub(repo_id: str, revision: str | None, *, with_code: bool) -> Pa
     Returns: the snapshot's folder.
     Raises: ModelError naming cause and remedy.
     """
-    import httpx
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -49,12 +48,12 @@ def fetch_from_hub(repo_id: str, revision: str | None, *, with_code: bool) -> Pa
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{repo_id}{at} is not in the hub's cache and the hub cannot be reached: check network, proxy and "
-            "HF_HUB_OFFLINE, or serve a folder that is already here"
+            f"{repo_id}{at} is no folder here, is not in the hub's cache, and the hub cannot be reached: "
+            "check network, proxy and HF_HUB_OFFLINE, or serve a folder that is already here"
         ) from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         remedy = "check HF_TOKEN" if status in (401, 403) else "try again later"
         raise ModelError(f"the hub refused {repo_id}{at} with HTTP status {status}: {remedy}") from error
-    except (httpx.HTTPError, OSError) as error:
+    except Exception as error:  # the transport's own: its library differs between versions of huggingface_hub
         raise ModelError(f"cannot fetch {repo_id}{at}: {error}; check network, proxy and free disk space") from error
