@@ -23,7 +23,7 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         raise ConfigError(f"--device {name}: {_why_no_cuda()}; use --device cpu, or install the CUDA build of torch")
     idx = torch.device(name).index or 0
     if idx >= count:
-        raise ConfigError(f"--device {name}: this machine has {count} CUDA device(s), cuda:0 to cuda:{count - 1}")
+        raise ConfigError(f"--device {name}: the CUDA devices of this machine are cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", idx), f"asked for with --device: {torch.cuda.get_device_name(idx)}"
 
 

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from server.errors import ConfigError
+from server.model.device import choose_device, choose_dtype
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda idx: f"GPU {idx}")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("auto", CUDA, "the first of 2 CUDA devices: GPU 0"),
+        ("cuda", CUDA, "asked for with --device: GPU 0"),
+        ("cuda:1", torch.device("cuda", 1), "asked for with --device: GPU 1"),
+        ("cpu", CPU, "asked for with --device"),
+    ],
+)
+def test_with_gpus(name: str, device: torch.device, reason: str) -> None:
+    assert choose_device(name) == (device, reason)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_index_out_of_range_names_the_range() -> None:
+    with pytest.raises(ConfigError, match="are cuda:0 to cuda:1"):
+        choose_device("cuda:2")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_auto_without_a_gpu_says_why() -> None:
+    device, reason = choose_device("auto")
+    assert device == CPU
+    assert reason.startswith("no CUDA device: ")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_cuda_asked_for_but_absent(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--device {name}: .*; use --device cpu, or install the CUDA build of torch"):
+        choose_device(name)
+
+
+def test_dtype_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_dtype("auto", CPU)[0] == torch.bfloat16
+    assert choose_dtype("float32", CPU)[0] == torch.float32
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
+    assert choose_dtype("auto", CUDA) == (torch.float16, "the GPU does not compute in bfloat16")
+    with pytest.raises(ConfigError, match="--dtype bfloat16: cuda:0 does not compute in it"):
+        choose_dtype("bfloat16", CUDA)
