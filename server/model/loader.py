@@ -83,7 +83,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=model_config.vocab_size,
-        max_position_embeddings=model_config.max_position_embeddings,
+        max_position_embeddings=_max_position(model_config, config),
         eos_token_ids=eos_token_ids(folder, model_config, tokenizer),
         generation_defaults=generation_defaults(folder) if config.generation_config == "auto" else {},
         fingerprint=fingerprint(weights, model_config, dtype),
@@ -132,6 +132,13 @@ def _load_weights(
     if unused := sorted(info["unexpected_keys"]):
         logger.warning("%d weights of %s are not used, such as %s", len(unused), folder, unused[0])
     return model.eval().requires_grad_(False)
+
+
+def _max_position(model_config: PreTrainedConfig, config: ModelConfig) -> int:
+    limit: int | None = getattr(model_config, "max_position_embeddings", None) or config.max_model_len
+    if limit is None:
+        raise ModelError(f"{config.model} does not say how long its context may be: pass --max-model-len")
+    return limit
 
 
 def _kv_geometry(config: PreTrainedConfig) -> tuple[int, int]:

@@ -33,11 +33,11 @@ def check_config(config: PreTrainedConfig, *, trusts_code: bool) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """The same for what only the loaded model shows: a class from a repository, widths of K and V.
+    """The same for what only the loaded model shows: a class from a repository, masks, widths of K and V.
 
     Raises: ModelError.
     """
-    if reason := _class_obstacle(type(model)) or _width_obstacle(model):
+    if reason := _class_obstacle(type(model)) or _module_obstacle(model):
         raise _refusal(model.config, reason)
 
 
@@ -53,6 +53,8 @@ def _config_obstacle(config: PreTrainedConfig) -> str | None:
         return f"its weights are quantised ({getattr(method, 'value', method)})"
     if getattr(config, "kv_lora_rank", None):
         return "it uses multi-head latent attention (MLA), whose K and V differ in width"
+    if (width := getattr(config, "v_head_dim", None)) and width != getattr(config, "head_dim", width):
+        return "its K and V differ in width"
     if getattr(config, "num_kv_shared_layers", 0):
         return "some of its layers use the KV of others"
     layer_types = set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -69,14 +71,16 @@ def _class_obstacle(model_class: type[PreTrainedModel]) -> str | None:
     return None
 
 
-def _width_obstacle(model: PreTrainedModel) -> str | None:
-    """Separate K and V projections must be of one width, the same in all layers."""
+def _module_obstacle(model: PreTrainedModel) -> str | None:
     widths: set[int] = set()
     for module in model.modules():
+        if getattr(module, "is_causal", None) is False:
+            return "its attention looks ahead"
         for name in ("k_proj", "v_proj"):
             projection: Any = getattr(module, name, None)
             if hasattr(projection, "out_features"):
                 widths.add(projection.out_features)
+    # One KV block holds all layers, K beside V, in one width.
     return f"its K and V have several widths ({sorted(widths)})" if len(widths) > 1 else None
 
 
@@ -91,7 +95,8 @@ def _causal_lm_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def _architecture(config: PreTrainedConfig) -> str:
-    return (config.architectures or [config.model_type])[0]
+    names: list[str] = config.architectures or [config.model_type]
+    return names[0]
 
 
 def _refusal(config: PreTrainedConfig, reason: str) -> ModelError:
