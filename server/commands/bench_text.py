@@ -13,13 +13,13 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 def render(result: BenchResult) -> str:
     """The figures, the latency table and two histograms, as lines of plain text."""
-    return "\n".join((*_figures(result), "", *_latency_table(result), *_histograms(result)))
-
-
-def _figures(result: BenchResult) -> Iterator[str]:
     report = cast("dict[str, Any]", result.report())
+    return "\n".join((*_figures(report), "", *_latency_table(result, report["bursts"]), *_histograms(result)))
+
+
+def _figures(report: Mapping[str, Any]) -> Iterator[str]:
     requests, tokens, throughput = report["requests"], report["tokens"], report["throughput"]
-    yield f"{requests['completed']} requests completed in {result.duration_s:.2f} s, {requests['failed']} failed"
+    yield f"{requests['completed']} requests completed in {report['duration_s']:.2f} s, {requests['failed']} failed"
     for status, count in requests["failed_by_status"].items():
         yield f"  {status}: {count}"
     yield f"requests/s            {throughput['requests_per_s']:.2f}"
@@ -37,10 +37,8 @@ def _figures(result: BenchResult) -> Iterator[str]:
     yield f"client's own CPU      {cpu['cpu_s']:.2f} s, {cpu['share_of_one_core']:.0%} of one core"
 
 
-def _latency_table(result: BenchResult) -> Iterator[str]:
+def _latency_table(result: BenchResult, bursts: Mapping[str, Any]) -> Iterator[str]:
     measurements = result.measurements
-    report = cast("dict[str, Any]", result.report())
-    bursts = report["bursts"]
     rows: tuple[tuple[str, Distribution], ...] = (
         ("time to first token", measurements.ttft),
         ("time per output token", measurements.tpot),
