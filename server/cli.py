@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from server.errors import ConfigError, OutriderError
 from server.suggestions import did_you_mean
@@ -36,13 +36,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
-    def reject_unknown(self, arguments: Sequence[str]) -> None:
-        """Raises: ConfigError on the first argument that no option took, naming the nearest option."""
-        if not arguments:
-            return
-        name = arguments[0].partition("=")[0]
-        known = did_you_mean(name, self._option_string_actions) if name.startswith("-") else ""
-        raise ConfigError(f"unknown argument {name}{known}")
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Leave nothing unknown: subparsers are called through here, so the one that the argument was for reports it.
+
+        Raises: ConfigError on the first argument that no option took, naming the nearest option.
+        """
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if not unknown:
+            return parsed, unknown
+        name = unknown[0].partition("=")[0]
+        raise ConfigError(f"unknown argument {name}{did_you_mean(name, self._option_string_actions)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,14 +80,11 @@ def _run(arguments: list[str]) -> int:
         for name, words in COMMANDS.items()
     }
     if chosen is None:
-        _, unknown = parser.parse_known_args(arguments)  # prints help or the version
-        parser.reject_unknown(unknown)
+        parser.parse_args(arguments)  # prints help or the version
         raise ConfigError(f"a command is required: {', '.join(COMMANDS)}")
     command = importlib.import_module(f"server.commands.{chosen}")
     command.configure(commands[chosen])
-    args, unknown = parser.parse_known_args(arguments)
-    commands[chosen].reject_unknown(unknown)
-    return int(command.run(args))
+    return int(command.run(parser.parse_args(arguments)))
 
 
 def _fail(error: OutriderError, code: int) -> int:
