@@ -77,7 +77,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", "--max-num-seq", "4"], "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
         (["serve", "--max-num-seq=4"], "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
         (["serve", "--max-num-seqs"], "argument --max-num-seqs: expected one argument"),
-        (["bench", "serve", "--concurency=4"], "unknown argument --concurency; did you mean --concurrency?"),
+        (["bench", "serve", "--request-rat=4"], "unknown argument --request-rat; did you mean --request-rate?"),
         (["serve", "a", "b"], "unknown argument b"),
         (["serve", "--port", "70000"], "port: must be an integer >= 0 and <= 65535, got '70000' (from flag --port)"),
         (
