@@ -1,0 +1,108 @@
+"""What crosses from scheduler to worker and back: one frozen plan and one frozen result per step.
+
+A plan names rows and counts, never the ids of generated or draft tokens: those are known on the
+device first. At pipeline depth 1 a plan is made before the previous step has settled, so its
+counts are upper bounds; the device knows the true ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from server.engine.protocol import PositionLogprobs
+from server.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence enters the batch, for the first time or after a preemption.
+
+    Attributes:
+        slot: its row in the worker's persistent batch state.
+        key: 63 random bits, or digest of seed and choice: all its randomness follows from it.
+        token_ids: prompt and settled output.
+        num_prompt: how many of them are the prompt.
+        num_computed: leading tokens whose KV is already in `block_ids`.
+        num_speculative_tokens: most drafts to propose per step; 0 is no speculation.
+    """
+
+    slot: int
+    request: Request
+    key: int
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    num_computed: int
+    block_ids: tuple[int, ...]
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """What one sequence does in a step.
+
+    Attributes:
+        slot, seq_id, epoch: whose row it is; a result of an older epoch is stale.
+        num_query: tokens to compute, drafts included.
+        num_drafts: how many of them may be drafts, an upper bound.
+        context_bound: the row reads and writes positions below this.
+        is_sampling: whether the row reaches the end of what is known and yields tokens.
+        new_block_ids: blocks appended to its table since its last row.
+        num_prompt_logprobs: likeliest tokens to report per prompt position; None for none.
+    """
+
+    slot: int
+    seq_id: int
+    epoch: int
+    num_query: int
+    num_drafts: int
+    context_bound: int
+    is_sampling: bool
+    new_block_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: first fill the started slots, then run the rows."""
+
+    starts: tuple[SequenceStart, ...]
+    rows: tuple[PlanRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row brought.
+
+    Attributes:
+        token_ids: accepted drafts, then one token of the target's; empty if the row did not sample.
+        num_drafted: drafts that were verified.
+        num_next_drafts: drafts proposed for the next step.
+        logprobs: one entry per token id where asked for.
+        prompt_logprobs: positions computed in this row, the target of the row's first token first.
+        error: why the row is unusable, for instance NaN logits; None if it is fine.
+    """
+
+    seq_id: int
+    epoch: int
+    token_ids: tuple[int, ...] = ()
+    num_drafted: int = 0
+    num_next_drafts: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The rows of a plan, settled, in its order."""
+
+    rows: tuple[RowResult, ...]
+
+
+class Executor(Protocol):
+    """Runs steps in the order they are launched; used from the step thread only."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start a step without waiting for the device. Returns: a handle for settle."""
+
+    def settle(self, handle: Any) -> StepResult:
+        """Wait for a launched step; each handle is settled once, in launch order."""

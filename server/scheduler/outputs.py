@@ -1,0 +1,42 @@
+"""What the scheduler tells the front after each settled step."""
+
+import enum
+from dataclasses import dataclass
+
+from server.engine.protocol import FinishReason, PositionLogprobs
+
+
+class Failure(enum.Enum):
+    """Why a request ends with an error."""
+
+    EXPIRED = "expired"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """New tokens of one choice, or its end, or both.
+
+    Attributes:
+        token_ids: in order; where `finish_reason` is set the last one completed the choice.
+        scheduled_s, settled_s: when the choice was first scheduled and when this step settled, on
+            the engine's clock; scheduled_s is None for a choice that never was.
+        num_drafted, num_accepted: draft tokens this step verified and accepted.
+        prompt_logprobs: all of them, once, with the request's first output that has tokens.
+        failure, error: set where the whole request ends with an error.
+    """
+
+    request_id: str
+    choice: int
+    scheduled_s: float | None
+    settled_s: float
+    num_cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    failure: Failure | None = None
+    error: str = ""
