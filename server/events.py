@@ -12,19 +12,12 @@ from server.engine.protocol import Finished
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step has settled.
-
-    `duration_s` runs from launch to settle; `accepted_per_position[i]` counts rows whose
-    i-th draft token was accepted, `drafted_per_position[i]` rows that had one.
-    """
+    """One step has settled; `duration_s` runs from launch to settle."""
 
     duration_s: float
     num_rows: int
     num_query_tokens: int
     num_generated_tokens: int
-    num_preemptions: int
-    drafted_per_position: tuple[int, ...]
-    accepted_per_position: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

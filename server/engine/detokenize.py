@@ -1,0 +1,133 @@
+"""Turns the tokens of one choice into text, applies stop strings, decides what may be streamed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from server.engine.protocol import PositionLogprobs
+from server.engine.stop_strings import find_stop, held_back_length
+from server.request import SamplingParams
+
+REPLACEMENT = "\ufffd"
+MAX_INCOMPLETE = 3
+"""An incomplete character decodes to one U+FFFD, or with byte-fallback tokenizers to one per byte: at most 3."""
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of some ids; U+FFFD stands for bytes that are no character."""
+
+
+class IncrementalDecoder:
+    """Decodes one growing list of ids.
+
+    Text is decoded over a window that starts before what was returned last, since a token's text
+    depends on its left neighbours. The window moves on whenever the text ends between characters.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._decoder = decoder
+        self._skip_special_tokens = skip_special_tokens
+        self._ids = list(prompt_token_ids[-5:])  # enough context for word-start markers
+        self._window_start = 0
+        self._returned = len(self._decode(0))
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """The text this token completes, and whether the text now ends between characters."""
+        num_before = len(self._ids)
+        self._ids.append(token_id)
+        text = self._decode(self._window_start)
+        num_incomplete = min(MAX_INCOMPLETE, len(text) - len(text.rstrip(REPLACEMENT)))
+        stable = max(self._returned, len(text) - num_incomplete)
+        new_text = text[self._returned : stable]
+        self._returned = stable
+        if num_incomplete == 0:
+            self._window_start = num_before
+            self._returned = len(self._decode(self._window_start))
+        return new_text, num_incomplete == 0
+
+    def _decode(self, start: int) -> str:
+        return self._decoder.decode(self._ids[start:], skip_special_tokens=self._skip_special_tokens)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A token that was not streamed yet; `text_end` is None while its last character is incomplete."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None
+    text_end: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text and tokens that may be streamed now."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+class ChoiceText:
+    """The text of one choice; used from the event loop only.
+
+    Tokens are held back with their text: while it may turn into a stop string, and while a
+    character is incomplete.
+    """
+
+    def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self._decoder = IncrementalDecoder(decoder, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        self._stops: Sequence[str] = sampling.stop
+        self._include_stop = sampling.include_stop_str_in_output
+        self._min_tokens = sampling.min_tokens
+        self._text = ""
+        self._num_streamed = 0
+        self._pending: list[_Pending] = []
+        self.num_tokens = 0
+
+    def push(self, token_id: int, logprobs: PositionLogprobs | None, *, is_stop_token: bool) -> str | None:
+        """Take in one token. Returns: the stop string it completes, None if it completes none.
+
+        A stop token adds no text. After a match the text ends before the stop string, or after it
+        with include_stop_str_in_output, and nothing more may be pushed.
+        """
+        self.num_tokens += 1
+        new_text, is_complete = ("", True) if is_stop_token else self._decoder.push(token_id)
+        num_seen = len(self._text)
+        self._text += new_text
+        if new_text:  # whatever began before this token is complete now
+            self._mark_complete()
+        self._pending.append(_Pending(token_id, logprobs))
+        if is_complete:
+            self._mark_complete()
+        if not new_text or self.num_tokens <= self._min_tokens:
+            return None
+        match = find_stop(self._text, num_seen, self._stops)
+        if match is None:
+            return None
+        self._text = self._text[: match.end if self._include_stop else match.start]
+        return match.stop
+
+    def _mark_complete(self) -> None:
+        for token in self._pending:
+            if token.text_end is None:
+                token.text_end = len(self._text)
+
+    def take(self, *, is_final: bool) -> Piece | None:
+        """What may be streamed now; at the end everything. None if there is nothing."""
+        count, end = len(self._pending), len(self._text)
+        if not is_final:
+            free = end - held_back_length(self._text[self._num_streamed :], self._stops)
+            count, end = 0, self._num_streamed
+            for token in self._pending:
+                if token.text_end is None or token.text_end > free:
+                    break
+                count, end = count + 1, token.text_end
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        text, self._num_streamed = self._text[self._num_streamed : end], max(end, self._num_streamed)
+        if not taken and not text:
+            return None
+        logprobs = tuple(token.logprobs for token in taken if token.logprobs is not None)
+        return Piece(text, tuple(token.token_id for token in taken), logprobs)

@@ -1,0 +1,260 @@
+"""Our own engine: the event loop's side, and the thread that steps."""
+
+import asyncio
+import dataclasses
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from server.engine.detokenize import Decoder
+from server.engine.live_request import LiveRequest
+from server.engine.protocol import EngineStatistics, RequestStream
+from server.errors import DeadlineExceeded, DuplicateRequest, EngineDead, OutriderError, Overloaded, RequestFailed
+from server.events import EventBus, StepFinished
+from server.plan import Executor, RowResult, StepPlan, StepResult
+from server.request import ModelInfo, Request
+from server.scheduler.outputs import Failure, SequenceOutput
+from server.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""Steps that may fail in a row before the engine gives up: the device is then beyond repair."""
+
+
+class NativeEngine:
+    """Implements engine.protocol.Engine on the scheduler and an executor in this process.
+
+    One step thread owns scheduler and executor. Everyone else leaves callables in its inbox, and
+    it hands outputs to the event loop once per step. Everything public but `start` and `stop`
+    runs on the event loop and never blocks.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        decoder: Decoder,
+        model_info: ModelInfo,
+        bus: EventBus,
+        *,
+        pipeline_depth: int,
+        max_queued_requests: int,
+        warm_up: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        pipeline_depth: 0 settles each step at once, 1 launches the next one first.
+        warm_up: called on the step thread before its first step; whatever it raises ends the start.
+        """
+        self._scheduler = scheduler
+        self._executor = executor
+        self._decoder = decoder
+        self._model_info = model_info
+        self._bus = bus
+        self._depth = pipeline_depth
+        self._max_queued = max_queued_requests
+        self._warm_up = warm_up
+        self._clock = clock
+        self._live: dict[str, LiveRequest] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
+        self._num_failed_steps = 0
+        self._snapshot = scheduler.statistics()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_warm: asyncio.Future[None]
+        self._thread = threading.Thread(target=self._run, name="outrider-step", daemon=True)
+        self._is_dead = False
+
+    # -- the event loop's side -------------------------------------------------------------
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The loaded model and its limits."""
+        return self._model_info
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the step thread runs."""
+        return self._thread.is_alive() and not self._is_dead
+
+    async def start(self) -> None:
+        """Start the step thread and wait until it is warm; requests may be opened meanwhile.
+
+        Called once, on the event loop that will read the streams.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._is_warm = self._loop.create_future()
+        self._thread.start()
+        await self._is_warm
+
+    async def stop(self) -> None:
+        """End the step thread after the step it is in; open streams end with EngineDead."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+        self._close_all(EngineDead("the server was stopped"))
+
+    def now(self) -> float:
+        """Seconds on the engine's monotonic clock."""
+        return self._clock()
+
+    def open(self, request_id: str, *, deadline_s: float | None = None) -> RequestStream:
+        """Reserve the id and a place in the queue; see Engine.open."""
+        if not self.is_alive:
+            raise EngineDead("the engine has stopped; the server must be restarted")
+        if request_id in self._live:
+            raise DuplicateRequest(request_id)
+        if (num_queued := self._num_queued()) >= self._max_queued:
+            message = f"the queue is full: {num_queued} requests wait, the limit is {self._max_queued}"
+            raise Overloaded(message, retry_after_s=1.0)
+        live = LiveRequest(request_id, deadline_s)
+        self._live[request_id] = live
+        return live.mailbox
+
+    def submit(self, stream: RequestStream, request: Request) -> None:
+        """Hand over the tokenised request of an opened stream; ignored once that was aborted."""
+        live = self._live.get(request.request_id)
+        if live is None or live.mailbox is not stream:
+            return
+        live.submit(request, self._decoder)
+        self._inbox.put(partial(self._scheduler.add, request))
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request; idempotent. Returns: whether a live request of that id was found."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return False
+        live.abort(self._clock())
+        self._inbox.put(partial(self._scheduler.abort, request_id))
+        return True
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot; requests that are still tokenising count as waiting."""
+        num_tokenising = sum(not live.is_submitted for live in self._live.values())
+        snapshot = self._snapshot
+        return dataclasses.replace(snapshot, num_waiting=snapshot.num_waiting + num_tokenising)
+
+    def _num_queued(self) -> int:
+        return sum(not live.is_started for live in self._live.values())
+
+    def _deliver(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
+            try:
+                self._deliver_one(live, output)
+            except Exception as error:  # detokenising: this request is broken, the others are not
+                self._break_off(output.request_id, self._failed(output.request_id, "detokenising failed", error))
+
+    def _deliver_one(self, live: LiveRequest, output: SequenceOutput) -> None:
+        if output.failure is Failure.EXPIRED:
+            self._break_off(output.request_id, DeadlineExceeded(output.request_id, output.error))
+        elif output.failure is Failure.BROKEN:
+            self._break_off(output.request_id, self._failed(output.request_id, output.error, None))
+        else:
+            live.deliver(output, partial(self._stop_choice, output.request_id))
+            if live.is_finished:
+                live.mailbox.close()
+                del self._live[output.request_id]
+
+    def _stop_choice(self, request_id: str, choice: int) -> None:
+        self._inbox.put(partial(self._scheduler.abort, request_id, choice))
+
+    def _break_off(self, request_id: str, error: OutriderError) -> None:
+        """End a live request with an error."""
+        live = self._live.pop(request_id)
+        live.mailbox.close(error)
+        self._inbox.put(partial(self._scheduler.abort, request_id))
+
+    def _failed(self, request_id: str, message: str, error: Exception | None) -> RequestFailed:
+        error_id = uuid.uuid4().hex
+        logger.error("request %s failed, error id %s: %s", request_id, error_id, message, exc_info=error)
+        return RequestFailed(message, error_id=error_id)
+
+    def _close_all(self, error: OutriderError) -> None:
+        for live in self._live.values():
+            live.mailbox.close(error)
+        self._live.clear()
+
+    # -- the step thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._warm_up()
+        except Exception as error:
+            self._is_dead = True
+            self._post(partial(self._is_warm.set_exception, error))
+            return
+        self._post(partial(self._is_warm.set_result, None))
+        try:
+            while self._take_messages():
+                self._step()
+        except Exception:
+            logger.exception("the step thread has died")
+            self._is_dead = True
+            self._post(partial(self._close_all, EngineDead("the engine has failed; the server must be restarted")))
+
+    def _take_messages(self) -> bool:
+        """Run what others left; wait for more while there is nothing to do. Returns: False to stop."""
+        is_idle = not self._scheduler.has_requests and not self._in_flight
+        try:
+            message = self._inbox.get(block=is_idle)
+            while message is not None:
+                message()
+                message = self._inbox.get_nowait()
+            return False
+        except queue.Empty:
+            return True
+
+    def _step(self) -> None:
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append((plan, self._launch(plan), self._clock()))
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            self._settle_oldest()
+        self._snapshot = self._scheduler.statistics()
+        outputs = self._scheduler.take_outputs()
+        if outputs:
+            self._post(partial(self._deliver, outputs))
+
+    def _launch(self, plan: StepPlan) -> Any:
+        try:
+            return self._executor.launch(plan)
+        except Exception as error:
+            return error
+
+    def _settle_oldest(self) -> None:
+        plan, handle, launched_s = self._in_flight.popleft()
+        try:
+            if isinstance(handle, Exception):
+                raise handle
+            result = self._executor.settle(handle)
+            self._num_failed_steps = 0
+        except Exception as error:
+            self._num_failed_steps += 1
+            logger.exception("a step of %d rows failed", len(plan.rows))
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise
+            message = f"the step failed: {type(error).__name__}"
+            result = StepResult(tuple(RowResult(row.seq_id, row.epoch, error=message) for row in plan.rows))
+        self._scheduler.update(result)
+        self._bus.publish(
+            StepFinished(
+                duration_s=self._clock() - launched_s,
+                num_rows=len(plan.rows),
+                num_query_tokens=sum(row.num_query for row in plan.rows),
+                num_generated_tokens=sum(len(row.token_ids) for row in result.rows),
+            )
+        )
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)

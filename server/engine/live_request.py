@@ -1,0 +1,163 @@
+"""One request on the event loop's side: from scheduler outputs to stream events."""
+
+from collections.abc import Callable
+
+from server.engine.detokenize import ChoiceText, Decoder
+from server.engine.protocol import (
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    SpeculationStats,
+    Started,
+    Timing,
+)
+from server.engine.stream import Mailbox
+from server.request import Request
+from server.scheduler.outputs import SequenceOutput
+
+
+class Choice:
+    """Text, counts and times of one choice."""
+
+    def __init__(self, decoder: Decoder, request: Request, index: int) -> None:
+        self._request = request
+        self.index = index
+        self.text = ChoiceText(decoder, request.prompt_token_ids, request.sampling)
+        self.is_finished = False
+        self._num_cached = 0
+        self._scheduled_s: float | None = None
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+        self._num_spec_steps = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
+
+    def take_in(self, output: SequenceOutput) -> tuple[FinishReason, int | str | None] | None:
+        """Add an output's tokens, left to right. Returns: why the choice ends, with what matched, if it does."""
+        self._num_cached = output.num_cached_tokens
+        self._scheduled_s = output.scheduled_s
+        self._count(output)
+        last = len(output.token_ids) - 1
+        for i, token_id in enumerate(output.token_ids):
+            is_stop_token = i == last and output.finish_reason is FinishReason.STOP
+            logprobs = output.logprobs[i] if output.logprobs else None
+            stop = self.text.push(token_id, logprobs, is_stop_token=is_stop_token)
+            if stop is not None:
+                return FinishReason.STOP, stop
+        if output.finish_reason is None:
+            return None
+        return output.finish_reason, output.stop_token_id
+
+    def _count(self, output: SequenceOutput) -> None:
+        if not output.token_ids:
+            return
+        if self._first_token_s is None:
+            self._first_token_s = output.settled_s
+        self._last_token_s = output.settled_s
+        self._num_spec_steps += output.num_drafted > 0
+        self._num_drafted += output.num_drafted
+        self._num_accepted += output.num_accepted
+
+    def finished(self, reason: FinishReason, stop_reason: int | str | None, now: float) -> Finished:
+        """The closing event."""
+        return Finished(
+            index=self.index,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_completion_tokens=self.text.num_tokens,
+            num_cached_tokens=self._num_cached,
+            timing=self._timing(now),
+            speculation=SpeculationStats(self._num_spec_steps, self._num_drafted, self._num_accepted),
+        )
+
+    def _timing(self, now: float) -> Timing:
+        arrival = self._request.arrival_s
+        scheduled, first, last = self._scheduled_s, self._first_token_s, self._last_token_s
+        if scheduled is None:
+            return Timing(queue_s=now - arrival, total_s=now - arrival)
+        if first is None or last is None:
+            return Timing(queue_s=scheduled - arrival, prefill_s=now - scheduled, total_s=now - arrival)
+        return Timing(
+            queue_s=scheduled - arrival,
+            prefill_s=first - scheduled,
+            decode_s=last - first,
+            ttft_s=first - arrival,
+            total_s=now - arrival,
+        )
+
+
+class LiveRequest:
+    """A request between open() and its end; used from the event loop only.
+
+    Before submit() it has a mailbox but no choices.
+    """
+
+    def __init__(self, request_id: str, deadline_s: float | None) -> None:
+        self.mailbox = Mailbox(request_id)
+        self.deadline_s = deadline_s
+        self.is_started = False
+        self._request: Request | None = None
+        self._choices: list[Choice] = []
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the engine has the tokenised request."""
+        return self._request is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every choice has ended."""
+        return self.is_submitted and all(choice.is_finished for choice in self._choices)
+
+    def submit(self, request: Request, decoder: Decoder) -> None:
+        """Take in the tokenised request."""
+        self._request = request
+        self._choices = [Choice(decoder, request, index) for index in range(request.sampling.n)]
+
+    def deliver(self, output: SequenceOutput, stop_choice: Callable[[int], None]) -> None:
+        """Turn an output into stream events.
+
+        Args: stop_choice: called with a choice's index where a stop string ends it before the
+            scheduler knows; what the scheduler still sends for it is dropped.
+        """
+        choice = self._choices[output.choice]
+        if choice.is_finished:
+            return
+        self._start(output)
+        end = choice.take_in(output)
+        piece = choice.text.take(is_final=end is not None)
+        if piece is not None:
+            self.mailbox.put_piece(choice.index, piece)
+        if end is not None:
+            if output.finish_reason is None:
+                stop_choice(choice.index)
+            self._finish(choice, *end, now=output.settled_s)
+
+    def _start(self, output: SequenceOutput) -> None:
+        assert self._request is not None
+        if not self.is_started:
+            self.is_started = True
+            num_prompt = len(self._request.prompt_token_ids)
+            self.mailbox.put_first(Started(self._request.request_id, num_prompt, output.num_cached_tokens))
+        if output.prompt_logprobs:
+            self.mailbox.put_first(PromptLogprobs(output.prompt_logprobs))
+
+    def abort(self, now: float) -> None:
+        """End every open choice, streaming what was held back; a request not yet tokenised has one."""
+        if not self.is_submitted:
+            no_tokens = (0, 0, 0)
+            self.mailbox.put_finished(
+                Finished(0, FinishReason.ABORT, None, *no_tokens, timing=Timing(), speculation=SpeculationStats())
+            )
+        for choice in self._choices:
+            if not choice.is_finished:
+                piece = choice.text.take(is_final=True)
+                if piece is not None:
+                    self.mailbox.put_piece(choice.index, piece)
+                self._finish(choice, FinishReason.ABORT, None, now)
+        self.mailbox.close()
+
+    def _finish(self, choice: Choice, reason: FinishReason, stop_reason: int | str | None, now: float) -> None:
+        choice.is_finished = True
+        self.mailbox.put_finished(choice.finished(reason, stop_reason, now))
