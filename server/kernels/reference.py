@@ -1,0 +1,53 @@
+"""Eager twins of the kernels: what each must compute, in plain tensor operations."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attention_mask(positions: Tensor, num_positions: int, sliding_window: int | None) -> Tensor:
+    """Which positions each query token sees: itself and those before it, within the window.
+
+    Args: positions: [num_rows, num_query] int64; sliding_window: positions seen, itself included; None sees all.
+    Returns: [num_rows, 1, num_query, num_positions] bool.
+    """
+    query = positions[:, None, :, None]
+    key = torch.arange(num_positions, device=positions.device)
+    mask = key <= query
+    if sliding_window is not None:
+        mask &= key > query - sliding_window
+    return mask
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Grouped-query attention with an explicit mask.
+
+    Args:
+        query: [num_rows, heads, num_query, head_dim]; key, value: [num_rows, kv_heads, positions, head_dim].
+        mask: [num_rows, 1, num_query, positions] bool; each query sees at least one position.
+        softcap: logits become softcap * tanh(logits / softcap). sinks: [heads], a logit without a value.
+    Returns: [num_rows, heads, num_query, head_dim].
+    """
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    num_groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(num_groups, 1), value.repeat_interleave(num_groups, 1)
+    logits = (query @ key.transpose(-1, -2)).float() * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        sink_column = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat((logits, sink_column), dim=-1)
+    weights = logits.softmax(-1)[..., : mask.shape[-1]]
+    return weights.to(value.dtype) @ value

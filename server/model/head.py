@@ -1,0 +1,63 @@
+"""From hidden states to logits, for chosen rows and for a part of the vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from server.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LMHead:
+    """The output projection of a causal language model and what its architecture does to the logits.
+
+    Attributes:
+        weight: [vocab, hidden]; bias: [vocab] or None; both the model's own tensors.
+        scale: factor on the logits. softcap: logits become softcap * tanh(logits / softcap).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: PreTrainedConfig) -> "LMHead":
+        """The head of a loaded model."""
+        layer = model.get_output_embeddings()
+        scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        bias = getattr(layer, "bias", None)
+        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the projection."""
+        return self.weight.shape[0]
+
+    def logits(self, hidden: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+        """Logits of the tokens in [start, end): [..., hidden] -> [..., end - start] float32."""
+        bias = None if self.bias is None else self.bias[start:end]
+        return self._adjust(linear(hidden, self.weight[start:end], bias))
+
+    def logits_at(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """The logit of one token per row: [n, hidden], [n] int64 -> [n] float32."""
+        logits = (hidden * self.weight[token_ids]).sum(-1)
+        return self._adjust(logits if self.bias is None else logits + self.bias[token_ids])
+
+    def _adjust(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits.float()
+
+    def check(self, hidden: Tensor, expected: Tensor) -> None:
+        """Compare with what the model itself makes of the same hidden states, [n, hidden] and [n, vocab].
+
+        Raises: ModelError where the architecture does something to its logits that is not known here.
+        """
+        if not torch.allclose(self.logits(hidden), expected.float(), atol=1e-2, rtol=1e-2):
+            raise ModelError("this architecture transforms its logits in a way that is not supported")
