@@ -1,0 +1,51 @@
+"""What a proposer of draft tokens gets and gives."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ProposeInput:
+    """The sequences to draft for, R of them; device tensors that the proposer only reads.
+
+    Attributes:
+        token_ids: [slots, width] int32, known tokens of every slot.
+        slots: [R] int64, rows of `token_ids`.
+        num_tokens: [R] int64, known tokens of each.
+        max_drafts: [R] int32, most drafts each may get.
+        max_num_tokens: no sequence is longer than this; known to the host.
+    """
+
+    token_ids: Tensor
+    slots: Tensor
+    num_tokens: Tensor
+    max_drafts: Tensor
+    max_num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens.
+
+    Attributes:
+        ids: [R, k] int32, -1 beyond a row's count.
+        counts: [R] int32.
+        logits: [R, k, vocab], what the drafts were drawn from; None means one-hot.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    logits: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Drafts tokens on the device, after each step, without waiting for it; used from the step thread."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """k: the width of every Draft, and the most tokens it proposes."""
+
+    def propose(self, inputs: ProposeInput) -> Draft:
+        """Draft the tokens that may follow each sequence."""

@@ -1,0 +1,53 @@
+"""Prompt lookup: what followed the last few tokens before may follow them again."""
+
+import torch
+
+from proposers.base import Draft, ProposeInput
+
+
+class NgramProposer:
+    """Finds the longest run of at most `max_window` last tokens that occurred before, and copies what followed.
+
+    Among occurrences of equal length the first is taken, or the last. Nothing is proposed for a run
+    shorter than `min_window`.
+    Source: Saxena 2023, "Prompt Lookup Decoding".
+    """
+
+    def __init__(self, num_speculative_tokens: int, min_window: int, max_window: int, *, takes_last: bool) -> None:
+        """Args: 1 <= min_window <= max_window, in tokens."""
+        self._k = num_speculative_tokens
+        self._min_window = min_window
+        self._max_window = max_window
+        self._takes_last = takes_last
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most tokens proposed per step."""
+        return self._k
+
+    def propose(self, inputs: ProposeInput) -> Draft:
+        """Draft by lookup; every operation is on the device and of a shape the host knows."""
+        device = inputs.slots.device
+        num_tokens = inputs.num_tokens[:, None]
+        token_ids = inputs.token_ids[inputs.slots, : inputs.max_num_tokens]
+        place = torch.arange(token_ids.shape[1], device=device)
+        is_before_last = place < num_tokens - 1
+        # run[r, i]: how many tokens ending at i equal the tokens ending at the last one.
+        run = torch.zeros_like(token_ids)
+        is_match = is_before_last
+        for back in range(self._max_window):
+            suffix = token_ids.gather(1, (num_tokens - 1 - back).clamp(min=0))
+            shifted = token_ids.roll(back, dims=1)  # place i holds token i - back
+            is_match = is_match & (shifted == suffix) & (place >= back)
+            run += is_match
+        longest = run.amax(1, keepdim=True)
+        is_best = (run == longest) & is_before_last
+        order = place if self._takes_last else -place
+        found = torch.where(is_best, order, order.min() - 1).argmax(1, keepdim=True)
+        source = found + 1 + torch.arange(self._k, device=device)
+        available = (num_tokens - 1 - found)[:, 0]
+        counts = torch.where(longest[:, 0] >= self._min_window, available, 0)
+        counts = torch.minimum(counts, inputs.max_drafts).clamp(max=self._k)
+        ids = token_ids.gather(1, source.clamp(max=token_ids.shape[1] - 1))
+        is_draft = torch.arange(self._k, device=device) < counts[:, None]
+        return Draft(torch.where(is_draft, ids, -1).int(), counts.int())
