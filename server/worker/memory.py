@@ -1,0 +1,36 @@
+"""How much memory the KV cache may take."""
+
+import torch
+
+from server.config import CacheConfig
+
+GIB = 1 << 30
+CPU_LIMIT = 2 * GIB
+FLOAT32_NBYTES = 4
+LOGITS_COPIES = 4
+"""Float32 tensors of the logits' shape that are alive at once: raw, processed, sorted, probabilities."""
+ACTIVATION_COPIES = 6
+"""Tensors of the widest activation's shape that are alive at once in a decoder layer."""
+
+
+def activation_nbytes(num_tokens: int, num_logits: int, hidden: int, intermediate: int, vocab_size: int) -> int:
+    """An upper estimate of what a step needs besides weights and KV.
+
+    Args: num_tokens: most in a step. num_logits: most rows of logits in a step.
+    """
+    widest = max(hidden, intermediate)
+    return FLOAT32_NBYTES * (ACTIVATION_COPIES * num_tokens * widest + LOGITS_COPIES * num_logits * vocab_size)
+
+
+def kv_budget(config: CacheConfig, device: torch.device, host_available: int, activations: int) -> int:
+    """Bytes for the KV cache, once the weights are loaded.
+
+    An explicit size goes first. On CUDA it is what `gpu_memory_utilization` leaves after what is in
+    use and the activations; on the CPU a quarter of the free memory, at most 2 GiB.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return min(CPU_LIMIT, host_available // 4)
+    free, total = torch.cuda.mem_get_info(device)
+    return int(config.gpu_memory_utilization * total) - (total - free) - activations

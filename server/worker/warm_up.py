@@ -1,0 +1,64 @@
+"""The first generation, before anybody's request."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from server.errors import ModelError
+from server.model.attention import AttentionGroup, AttentionStep
+from server.model.head import LMHead
+from server.plan import Executor, PlanRow, SequenceStart, StepPlan
+from server.request import Request, SamplingParams
+
+PROMPT_LEN = 4
+
+
+def warm_up(executor: Executor, model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
+    """Prefill a prompt, decode a token, and compare the head with the model's own logits.
+
+    Uses slot 0 and block 1, which nobody has yet and whoever gets them overwrites.
+    Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
+    """
+    _check_head(model, head, kv)
+    request = Request(request_id="warm-up", prompt_token_ids=(1,) * PROMPT_LEN, sampling=SamplingParams(temperature=0))
+    start = SequenceStart(
+        slot=0,
+        request=request,
+        key=0,
+        token_ids=request.prompt_token_ids,
+        num_prompt=PROMPT_LEN,
+        num_computed=0,
+        block_ids=(1,),
+        num_speculative_tokens=0,
+    )
+    steps = (StepPlan((start,), (_row(PROMPT_LEN, PROMPT_LEN),)), StepPlan((), (_row(1, PROMPT_LEN + 1),)))
+    for plan in steps:
+        error = executor.settle(executor.launch(plan)).rows[0].error
+        if error is not None:
+            raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
+
+
+def _row(num_query: int, context_bound: int) -> PlanRow:
+    return PlanRow(
+        slot=0,
+        seq_id=-1,
+        epoch=0,
+        num_query=num_query,
+        num_drafts=0,
+        context_bound=context_bound,
+        is_sampling=True,
+    )
+
+
+@torch.inference_mode()
+def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
+    positions = torch.arange(PROMPT_LEN, device=kv.device)
+    group = AttentionGroup(0, 1, PROMPT_LEN, torch.ones(1, 1, dtype=torch.int64, device=kv.device), positions[None])
+    inputs = {
+        "input_ids": torch.ones_like(positions)[None],
+        "position_ids": positions[None],
+        "use_cache": False,
+        "attention_step": AttentionStep(kv, torch.ones_like(positions), positions, (group,)),
+    }
+    hidden = model.base_model(**inputs).last_hidden_state[0]
+    head.check(hidden, model(**inputs).logits[0])
