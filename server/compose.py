@@ -1,0 +1,184 @@
+"""Builds every object once and wires it; the only module that knows all the classes."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from proposers.registry import build_proposer
+from server.config import Config
+from server.engine.engine import NativeEngine
+from server.errors import ConfigError
+from server.events import EventBus
+from server.host import available_memory_nbytes, cpu_count
+from server.kv.block_pool import BlockPool
+from server.model.device import choose_device, choose_dtype
+from server.model.head import LMHead
+from server.model.loader import LoadedModel, load_model
+from server.preprocess import Preprocessor
+from server.request import ModelInfo
+from server.rpc.lifecycle import GrpcServer
+from server.scheduler.scheduler import Scheduler
+from server.telemetry.pipeline import Telemetry
+from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
+from server.worker.memory import activation_nbytes, kv_budget
+from server.worker.runner import Runner
+from server.worker.warm_up import warm_up
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """An engine on a loaded model, not started, and what turns prompts into its requests."""
+
+    engine: NativeEngine
+    preprocessor: Preprocessor
+    scheduler: Scheduler
+    bus: EventBus
+
+
+def build_core(config: Config) -> Core:
+    """Load the model, size the KV pool, build the engine. Blocks for as long as loading takes.
+
+    Raises: ConfigError, ModelError.
+    """
+    device, why_device = choose_device(config.model.device)
+    dtype, why_dtype = choose_dtype(config.model.dtype, device)
+    logger.info("device %s (%s), dtype %s (%s)", device, why_device, str(dtype).removeprefix("torch."), why_dtype)
+    if device.type == "cpu":
+        torch.set_num_threads(cpu_count())
+        logger.info("%d threads", torch.get_num_threads())
+    _check_budget(config)
+    loaded = load_model(config.model, device, dtype)
+    geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
+    proposer = None if config.speculative is None else build_proposer(config.speculative)
+    num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
+    num_slots = config.scheduler.max_num_seqs
+    activations = activation_nbytes(
+        config.scheduler.max_num_batched_tokens,
+        num_slots * (1 + num_drafts),
+        loaded.config.hidden_size,
+        loaded.config.intermediate_size,
+        loaded.vocab_size,
+    )
+    num_blocks = num_blocks_for(geometry, kv_budget(config.cache, device, available_memory_nbytes(), activations))
+    info = _model_info(config, loaded, num_blocks - 1, device, dtype)
+    _log_capacity(info)
+    kv = allocate_kv(geometry, num_blocks, device)
+    head = LMHead.of(loaded.model, loaded.config)
+    runner = Runner(loaded.model, head, kv, num_slots=num_slots, max_tokens=info.max_request_len, proposer=proposer)
+    bus = EventBus()
+    scheduler = Scheduler(
+        config.scheduler,
+        info,
+        BlockPool(num_blocks),
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        clock=time.monotonic,
+    )
+    depth = config.scheduler.pipeline_depth
+    engine = NativeEngine(
+        scheduler,
+        runner,
+        loaded.tokenizer,
+        info,
+        bus,
+        pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        warm_up=partial(warm_up, runner, loaded.model, head, kv),
+        clock=time.monotonic,
+    )
+    return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus)
+
+
+async def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM, then drain; a second signal ends it at once.
+
+    Raises: ConfigError, ModelError, before anything is served.
+    """
+    logging.basicConfig(level=config.observability.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    core = build_core(config)
+    server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus)
+    is_serving = False
+    telemetry = Telemetry.start(
+        config.observability, core.engine, core.bus, lambda: is_serving, lambda: core.engine.is_alive, os.environ
+    )
+    port = await server.start()
+    await core.engine.start()
+    await server.set_serving()
+    is_serving = True
+    address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
+    logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
+    await _wait_for_signal()
+    is_serving = False
+    logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
+    await server.stop()
+    await core.engine.stop()
+    await asyncio.to_thread(telemetry.shutdown, 2.0)
+
+
+def _check_budget(config: Config) -> None:
+    scheduler = config.scheduler
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least "
+            f"max_num_seqs ({scheduler.max_num_seqs}): each running sequence needs a token per step"
+        )
+
+
+def _model_info(
+    config: Config, loaded: LoadedModel, num_kv_blocks: int, device: torch.device, dtype: torch.dtype
+) -> ModelInfo:
+    longest, asked = loaded.max_position_embeddings, config.model.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len ({asked}) is above what the model was made for ({longest})")
+    pool_tokens = num_kv_blocks * config.cache.block_size
+    max_model_len = asked if asked is not None else min(longest, pool_tokens)
+    speculative = config.speculative
+    return ModelInfo(
+        model=loaded.source,
+        served_model_name=config.model.served_model_name or loaded.source,
+        architecture=loaded.architecture,
+        vocab_size=loaded.vocab_size,
+        max_model_len=max_model_len,
+        max_request_len=min(max_model_len, pool_tokens),
+        eos_token_ids=loaded.eos_token_ids,
+        generation_defaults=loaded.generation_defaults,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        block_size=config.cache.block_size,
+        num_kv_blocks=num_kv_blocks,
+        speculative_method="none" if speculative is None else speculative.method,
+        num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        fingerprint=loaded.fingerprint,
+    )
+
+
+def _log_capacity(info: ModelInfo) -> None:
+    pool_tokens = info.num_kv_blocks * info.block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %d tokens, %.2f requests of full length (%d tokens)",
+        info.num_kv_blocks,
+        info.block_size,
+        pool_tokens,
+        pool_tokens / info.max_model_len,
+        info.max_model_len,
+    )
+    if info.max_request_len < info.max_model_len:
+        logger.warning("requests over %d tokens do not fit into the KV cache and are refused", info.max_request_len)
+
+
+async def _wait_for_signal() -> None:
+    """Return at the first SIGINT or SIGTERM; a second one then ends the process the default way."""
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    await stopped.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)

@@ -1,0 +1,197 @@
+"""The offline API: the same engine without a server, for scripts and batch jobs."""
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+from rich.progress import Progress
+
+from server.compose import build_core
+from server.config import Config
+from server.engine.protocol import (
+    Delta,
+    Finished,
+    PositionLogprobs,
+    PromptLogprobs,
+    SpeculationStats,
+    Started,
+    StreamEvent,
+    Timing,
+)
+from server.errors import InvalidRequest
+from server.preprocess import Prompt, TextPrompt, TokensPrompt
+from server.request import Request, SamplingParams, SpeculationOptions
+
+_Result = TypeVar("_Result")
+PromptLike = str | Mapping[str, Any]
+"""Text, or {"prompt": text}, or {"prompt_token_ids": ids}."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice: its text and tokens, and why it ended ("stop", "length" or "abort")."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    timing: Timing = field(default_factory=Timing)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt and its choices; `num_cached_tokens` counts prompt tokens found in the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+
+class LLM:
+    """A model in this process. Takes every setting of `outrider serve` by name.
+
+    `speculative_config=None` turns speculation off; left out, the default holds. Use it as a
+    context manager, or call `close`. One thread at a time may call it.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **settings: Any) -> None:
+        """Load the model. Raises: ConfigError, ModelError."""
+        config = Config.from_kwargs(model=model, **settings)
+        core = build_core(config)
+        self._engine, self._preprocessor = core.engine, core.preprocessor
+        self._max_queued = config.scheduler.max_queued_requests
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-loop", daemon=True)
+        self._thread.start()
+        self._run(self._engine.start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine; idempotent."""
+        if self._loop.is_closed():
+            return
+        self._run(self._engine.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        speculation: SpeculationOptions = SpeculationOptions(),
+    ) -> list[RequestOutput]:
+        """Generate for all prompts in one batch; the outputs are in the prompts' order.
+
+        Args:
+            sampling_params: one for all prompts, or one for each.
+            use_tqdm: show a progress bar, on a terminal.
+        Raises: InvalidRequest before anything runs; RequestFailed if a request breaks.
+        """
+        listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        requests = [
+            self._preprocessor.build(
+                _to_prompt(prompt),
+                params,
+                request_id=uuid.uuid4().hex,
+                speculation=speculation,
+                arrival_s=self._engine.now(),
+            )
+            for prompt, params in zip(listed, _spread(sampling_params, len(listed)), strict=True)
+        ]
+        outputs = [
+            RequestOutput(
+                request.request_id,
+                prompt if isinstance(prompt, str) else prompt.get("prompt"),
+                list(request.prompt_token_ids),
+                [CompletionOutput(index) for index in range(request.sampling.n)],
+            )
+            for prompt, request in zip(listed, requests, strict=True)
+        ]
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not (use_tqdm and console.is_terminal)) as progress:
+            bar = progress.add_task("generating", total=len(requests))
+            self._run(self._generate_all(requests, outputs, lambda: progress.advance(bar)))
+        return outputs
+
+    async def _generate_all(
+        self, requests: Sequence[Request], outputs: Sequence[RequestOutput], on_done: Callable[[], None]
+    ) -> None:
+        gate = asyncio.Semaphore(self._max_queued)
+
+        async def generate(request: Request, output: RequestOutput) -> None:
+            async with gate:
+                stream = self._engine.open(request.request_id)
+                try:
+                    self._engine.submit(stream, request)
+                    async for event in stream:
+                        _take_in(output, event)
+                finally:
+                    self._engine.abort(request.request_id)
+            on_done()
+
+        tasks = [asyncio.create_task(generate(*pair)) for pair in zip(requests, outputs, strict=True)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise InvalidRequest.of("sampling_params", f"must be one, or one for each of the {count} prompts")
+    return list(params)
+
+
+def _to_prompt(prompt: PromptLike) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    if "prompt_token_ids" in prompt:
+        return TokensPrompt(prompt["prompt_token_ids"])
+    if "prompt" in prompt:
+        return TextPrompt(prompt["prompt"])
+    raise InvalidRequest.of("prompts", f"needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+
+
+def _take_in(output: RequestOutput, event: StreamEvent) -> None:
+    match event:
+        case Started():
+            output.num_cached_tokens = event.num_cached_tokens
+        case PromptLogprobs():
+            output.prompt_logprobs += event.positions
+        case Delta():
+            choice = output.outputs[event.index]
+            choice.text += event.text
+            choice.token_ids += event.token_ids
+            choice.logprobs += event.logprobs
+        case Finished():
+            choice = output.outputs[event.index]
+            choice.finish_reason = event.finish_reason.value
+            choice.stop_reason = event.stop_reason
+            choice.timing, choice.speculation = event.timing, event.speculation
