@@ -1,6 +1,5 @@
 """The gRPC server: what it listens on, what it reports of its health, how it ends."""
 
-import asyncio
 import contextlib
 import os
 import socket
@@ -20,7 +19,6 @@ from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _PROBE_TIMEOUT_S = 1.0
-_FLUSH_TIMEOUT_S = 1.0
 
 
 class GrpcServer:
@@ -31,15 +29,16 @@ class GrpcServer:
     """
 
     def __init__(self, config: ServerConfig, engine: Engine, preprocessor: Preprocessor, events: EventBus) -> None:
-        from grpc_health.v1 import health
         from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+
+        from server.rpc.health import HealthService
 
         self._config = config
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._service = InferenceService(engine, preprocessor, self._pool, events)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService([SERVICE_NAME])
         self._server = grpc.aio.server(options=_options(config.max_message_bytes))
-        add_InferenceServicer_to_server(self._service, self._server)
+        service = InferenceService(engine, preprocessor, self._pool, events)
+        add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)
 
     async def start(self) -> int:
@@ -48,40 +47,28 @@ class GrpcServer:
         Returns: the TCP port, 0 for a Unix socket.
         Raises: ConfigError if the address cannot be bound.
         """
-        from grpc_health.v1 import health
         from grpc_reflection.v1alpha import reflection
 
-        await self._set_health(is_serving=False)
-        reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        from server.rpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
+
+        names = (SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
         port = self._bind()
         await self._server.start()
         return port
 
     async def set_serving(self) -> None:
         """Report SERVING: the engine is warm."""
-        await self._set_health(is_serving=True)
+        await self._health.set_serving()
 
     async def stop(self) -> None:
         """Refuse new calls, let live ones end for `shutdown_timeout_seconds`, cancel the rest."""
-        await self._health.enter_graceful_shutdown()
-        async with asyncio.TaskGroup() as tasks:
-            draining = tasks.create_task(self._server.stop(self._config.shutdown_timeout_seconds))
-            idle = tasks.create_task(self._service.wait_idle())
-            await asyncio.wait((draining, idle), return_when=asyncio.FIRST_COMPLETED)
-            # Health watchers never leave by themselves: an idle service waits only until its last words are sent.
-            await self._server.stop(_FLUSH_TIMEOUT_S)
-            idle.cancel()
+        await self._health.close()
+        await self._server.stop(self._config.shutdown_timeout_seconds)
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._config.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._config.uds)
-
-    async def _set_health(self, *, is_serving: bool) -> None:
-        from grpc_health.v1 import health_pb2
-
-        status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", SERVICE_NAME):
-            await self._health.set(name, status)
 
     def _bind(self) -> int:
         if self._config.uds is not None:

@@ -3,9 +3,9 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -13,7 +13,7 @@ import grpc
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceServicer
 from server.engine.protocol import Delta, Engine, Finished, PromptLogprobs, RequestStream, Started, StreamEvent
-from server.errors import InvalidRequest
+from server.errors import DuplicateRequest, InvalidRequest
 from server.events import EventBus, TokensStreamed
 from server.preprocess import Preprocessor, TokensPrompt, check_request_id
 from server.request import Request, SamplingParams
@@ -45,29 +45,11 @@ class InferenceService(InferenceServicer):
         self._preprocessor = preprocessor
         self._pool = pool
         self._events = events
-        self._num_live_calls = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Return once no call is live."""
-        await self._idle.wait()
-
-    @asynccontextmanager
-    async def _call(self, method: str, context: Context) -> AsyncIterator[CallRecord]:
-        self._num_live_calls += 1
-        self._idle.clear()
-        try:
-            async with recorded_call(method, context, self._events) as record:
-                yield record
-        finally:
-            self._num_live_calls -= 1
-            if self._num_live_calls == 0:
-                self._idle.set()
+        self._live_ids: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Reserve the id, tokenise in the pool, stream; the request ends with the call, whatever ends it."""
-        async with self._call("Generate", context) as record:
+        async with recorded_call("Generate", context, self._events) as record:
             arrival_s = self._engine.now()
             # Its stub forgets that a call may have no deadline.
             remaining_s = cast("float | None", context.time_remaining())
@@ -75,21 +57,22 @@ class InferenceService(InferenceServicer):
             request_id = request.request_id if request.HasField("request_id") else str(uuid.uuid4())
             check_request_id(request_id)
             record.request_id = request_id
-            stream = self._engine.open(request_id, deadline_s=deadline_s)
-            try:
-                await self._stream(stream, request, arrival_s, deadline_s, context, record)
-            finally:
-                self._engine.abort(request_id)
+            with self._reserved(request_id):
+                stream = self._engine.open(request_id, deadline_s=deadline_s)
+                try:
+                    await self._stream(stream, request, arrival_s, deadline_s, context, record)
+                finally:
+                    self._engine.abort(request_id)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The ids of a prompt, as Generate would make them."""
-        async with self._call("Tokenize", context):
+        async with recorded_call("Tokenize", context, self._events):
             token_ids = await self._in_pool(lambda: self._tokenize(request))
             return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._preprocessor.model_info.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """The text of some ids."""
-        async with self._call("Detokenize", context):
+        async with recorded_call("Detokenize", context, self._events):
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
             text = await self._in_pool(
                 lambda: self._preprocessor.detokenize(request.token_ids, skip_special_tokens=skip)
@@ -98,7 +81,7 @@ class InferenceService(InferenceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests; those already over are reported as not found."""
-        async with self._call("Abort", context):
+        async with recorded_call("Abort", context, self._events):
             return pb.AbortResponse(
                 results=[
                     pb.AbortResult(request_id=request_id, found=self._engine.abort(request_id))
@@ -108,15 +91,30 @@ class InferenceService(InferenceServicer):
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """The loaded model and its limits."""
-        async with self._call("GetModelInfo", context):
+        async with recorded_call("GetModelInfo", context, self._events):
             return model_info_to_proto(
                 self._engine.model_info, has_chat_template=self._preprocessor.has_chat_template, version=VERSION
             )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         """A snapshot of the engine."""
-        async with self._call("GetStats", context):
+        async with recorded_call("GetStats", context, self._events):
             return statistics_to_proto(self._engine.statistics())
+
+    @contextmanager
+    def _reserved(self, request_id: str) -> Iterator[None]:
+        """Keep the id until its call is over.
+
+        The engine frees it with the last token, while a slow client still reads: the abort at the
+        end of such a call must not meet a newer request of the same id.
+        """
+        if request_id in self._live_ids:
+            raise DuplicateRequest(request_id)
+        self._live_ids.add(request_id)
+        try:
+            yield
+        finally:
+            self._live_ids.remove(request_id)
 
     async def _stream(
         self,

@@ -98,5 +98,5 @@ def _packed(detail: Message) -> any_pb2.Any:
 
 def _shorten(text: str, limit: int) -> str:
     """The text, cut to `limit` bytes of UTF-8."""
-    encoded = text.encode()
-    return text if len(encoded) <= limit else encoded[: limit - 3].decode(errors="ignore") + "…"
+    encoded = text.encode(errors="replace")
+    return encoded.decode() if len(encoded) <= limit else encoded[: limit - 3].decode(errors="ignore") + "…"

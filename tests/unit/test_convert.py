@@ -88,8 +88,10 @@ def test_every_field_arrives() -> None:
 @pytest.mark.parametrize("name", FLOATS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_float_may_be_other_than_finite(name: str, value: float) -> None:
+    message = pb.SamplingParams()
+    setattr(message, name, value)
     with pytest.raises(InvalidRequest) as caught:
-        sampling_from_proto(pb.SamplingParams(**{name: value}), {})
+        sampling_from_proto(message, {})
     assert [violation.field for violation in caught.value.violations] == [f"sampling.{name}"]
 
 
