@@ -206,9 +206,10 @@ class AsyncClient:
                     if answer == HEALTH_SERVING:
                         return
             except UnavailableError:
-                continue  # It went away between two answers: wait for the next one.
+                pass  # It went away between two answers: wait for the next one.
             finally:
                 call.cancel()
+            await asyncio.sleep(self._retry.initial_backoff_s)
 
     async def _unary(self, method: Callable[..., Awaitable[Any]], request: object, timeout_s: float | None) -> Any:
         deadline = Deadline(timeout_s)

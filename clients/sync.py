@@ -201,6 +201,7 @@ class Client:
                 # It went away between two answers: wait for the next one.
             finally:
                 call.cancel()
+            time.sleep(self._retry.initial_backoff_s)
 
     def _unary(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
         deadline = Deadline(timeout_s)

@@ -1,0 +1,121 @@
+"""From keyword arguments to messages, and from messages to outputs."""
+
+from typing import Any
+
+import pytest
+
+from clients.errors import InvalidRequestError, OverloadedError, UnavailableError, UnexpectedStatusError
+from clients.outputs import OutputBuilder
+from clients.requests import GenerateOptions, SamplingOptions, generate_request, tokenize_request
+from clients.retry import RetryPolicy
+from protos.outrider.v1 import inference_pb2 as pb
+
+
+def test_every_sampling_parameter_is_an_option() -> None:
+    assert set(SamplingOptions.__annotations__) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+
+
+def test_options_become_fields() -> None:
+    request = generate_request(
+        None,
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "temperature": 0.0,
+            "logit_bias": {3: -1.5},
+            "allowed_token_ids": [],
+            "stop": "one",
+            "bad_words": ["x", "y"],
+            "seed": None,
+            "speculation": False,
+            "num_speculative_tokens": 0,
+            "priority": -1,
+            "request_id": "",
+        },
+    )
+    assert request == pb.GenerateRequest(
+        chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="hi")]),
+        sampling=pb.SamplingParams(
+            temperature=0.0, logit_bias={3: -1.5}, allowed_token_ids=pb.TokenIds(), stop=["one"], bad_words=["x", "y"]
+        ),
+        speculation=pb.SpeculationOptions(enabled=False, num_speculative_tokens=0),
+        priority=-1,
+        request_id="",
+    )
+
+
+def test_nothing_given_is_nothing_sent() -> None:
+    assert generate_request("", {}) == pb.GenerateRequest(text="")
+    assert generate_request(None, {"token_ids": []}) == pb.GenerateRequest(token_ids=pb.TokenIds())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (None, {}, "prompt"),
+        ("text", {"token_ids": [1]}, "prompt"),
+        (None, {"token_ids": [-1]}, "token_ids.ids"),
+        (None, {"messages": [{"role": "user"}]}, "chat.messages[0]"),
+        ("text", {"max_tokens": -1}, "sampling.max_tokens"),
+        ("text", {"seed": 2**63}, "sampling.seed"),
+        ("text", {"temperature": "hot"}, "sampling.temperature"),
+        ("text", {"logit_bias": {-1: 0.5}}, "sampling.logit_bias[-1]"),
+        ("text", {"stop_token_ids": [2**32]}, "sampling.stop_token_ids"),
+        ("text", {"priority": 2**31}, "priority"),
+        ("text", {"num_speculative_tokens": -1}, "speculation.num_speculative_tokens"),
+    ],
+)
+def test_what_the_wire_cannot_carry_names_its_field(prompt: str | None, options: GenerateOptions, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request(prompt, options)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_unknown_options_are_refused() -> None:
+    options: Any = {"temprature": 1.0}
+    with pytest.raises(TypeError, match=r"temprature.*temperature"):
+        generate_request("text", options)
+
+
+def test_tokenize_takes_one_prompt() -> None:
+    assert tokenize_request("text", None, False) == pb.TokenizeRequest(text="text", add_special_tokens=False)
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        tokenize_request(None, None, None)
+
+
+def test_outputs_join_by_choice() -> None:
+    builder = OutputBuilder()
+    position = pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=4, logprob=-1.0, rank=2, text="x"))
+    for message in (
+        pb.GenerateResponse(started=pb.Started(request_id="r", prompt_tokens=3, cached_tokens=2)),
+        pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(positions=[position])),
+        pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(positions=[position])),
+        pb.GenerateResponse(delta=pb.Delta(index=1, text="b", token_ids=[5])),
+        pb.GenerateResponse(delta=pb.Delta(index=0, text="a", token_ids=[4], logprobs=[position])),
+        pb.GenerateResponse(delta=pb.Delta(index=1, text="c", token_ids=[6, 7])),
+        pb.GenerateResponse(finished=pb.Finished(index=1, finish_reason=pb.FINISH_REASON_STOP, stop_token_id=0)),
+    ):
+        builder.add(message)
+    assert list(builder.finished) == [1]
+    builder.add(
+        pb.GenerateResponse(finished=pb.Finished(index=0, finish_reason=pb.FINISH_REASON_STOP, stop_string="a"))
+    )
+    output = builder.output()
+    assert [(choice.text, choice.token_ids) for choice in output.choices] == [("a", (4,)), ("bc", (5, 6, 7))]
+    assert [choice.finished.stop_reason for choice in output.choices] == ["a", 0]
+    assert output.choices[0].logprobs[0].chosen.rank == 2
+    assert len(output.prompt_logprobs) == 2
+    assert output.started is not None
+    assert output.started.cached_tokens == 2
+
+
+def test_retries_are_bounded_and_heed_the_hint() -> None:
+    import grpc
+
+    policy = RetryPolicy(max_attempts=3, initial_backoff_s=0.5, max_backoff_s=4)
+    gone = UnavailableError("", grpc.StatusCode.UNAVAILABLE)
+    assert [policy.pause_s(gone, attempts, None) for attempts in (1, 2, 3)] == [0.5, 1.0, None]
+    full = OverloadedError("", grpc.StatusCode.RESOURCE_EXHAUSTED, 3.0)
+    assert policy.pause_s(full, 1, None) == 3.0
+    assert policy.pause_s(full, 1, 2.0) is None, "the deadline comes first"
+    assert policy.pause_s(OverloadedError("", grpc.StatusCode.RESOURCE_EXHAUSTED, 60.0), 1, None) is None
+    assert policy.pause_s(UnexpectedStatusError("", grpc.StatusCode.UNKNOWN), 1, None) is None
