@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for prompts the model cannot take; OutriderError if the server cannot be reached.
     """
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ConfigError(f"--output: there is no folder {args.output.parent}")  # better now than after the run
     try:
         result, model = asyncio.run(_measure(args))
     except OutriderClientError as error:

@@ -68,6 +68,7 @@ async def test_prompts_come_from_a_file(tmp_path: Path) -> None:
         (("--random-input-len", "2000"), "is 2128 tokens, and scripted takes 1000"),
         (("--dataset", "/nowhere/prompts.txt"), "cannot read /nowhere/prompts.txt"),
         (("--goodput", "ttft_ms:5"), "must be like ttft_ms:500,tpot_ms:50"),
+        (("--output", "/nowhere/report.json"), "there is no folder /nowhere"),
         (("--request-rate", "0"), "must be a number above 0"),
         (("--num-prompts", "-1"), "must be an integer of at least 1"),
     ],
