@@ -85,6 +85,10 @@ class _Server(ThreadingHTTPServer):
         # HTTPServer's own looks the host's full name up, which can hang on a broken resolver.
         TCPServer.server_bind(self)
 
+    def handle_error(self, request: object, client_address: tuple[str, int]) -> None:
+        # socketserver's own prints a traceback on stderr whenever a scraper hangs up early.
+        _logger.warning("could not answer %s", client_address[0], exc_info=True)  # noqa: LOG014 - called in a handler
+
     def page(self, path: str, accept: str) -> Page:
         match path:
             case "/healthz":

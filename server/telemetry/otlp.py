@@ -1,8 +1,8 @@
 """Where and how spans and metrics are exported: --otlp-endpoint and the OTEL_* variables.
 
 What is decided here is read from the mapping that is passed in. The SDK itself reads
-OTEL_BSP_*, OTEL_SPAN_*, the exporters' certificates and their compression from the
-process's environment.
+OTEL_BSP_*, OTEL_SPAN_*, OTEL_METRIC_EXPORT_*, the exporters' certificates and their
+compression from the process's environment.
 """
 
 import logging

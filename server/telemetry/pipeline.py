@@ -4,6 +4,7 @@ Nothing is global: each server has a TracerProvider and a MeterProvider of its o
 many live in one process. OpenTelemetry is imported only where something asks for it.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,11 @@ from server.events import EventBus
 from server.telemetry.event_queue import EventQueue
 from server.telemetry.http import OperatorPort
 
+_logger = logging.getLogger(__name__)
+
 _SCRAPE_WAIT_S = 0.5
 _INTERRUPT_WAIT_S = 0.5
+_ABANDON_TIMEOUT_S = 1.0
 
 
 class Telemetry:
@@ -59,7 +63,7 @@ class Telemetry:
                     exposition=exposition,
                 )
         except BaseException:
-            telemetry.shutdown(0.0)
+            telemetry.shutdown(_ABANDON_TIMEOUT_S)
             raise
         return telemetry
 
@@ -81,6 +85,7 @@ class Telemetry:
             thread.start()
         _join(threads, deadline_s)
         if any(thread.is_alive() for thread in threads):
+            _logger.warning("the collector did not take everything within %g s; the rest is lost", timeout_s)
             for interrupt in self._interrupts:
                 interrupt()
             _join(threads, time.monotonic() + _INTERRUPT_WAIT_S)
