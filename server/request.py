@@ -60,6 +60,11 @@ class SamplingParams:
         """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_TEMPERATURE
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that occurred before are treated differently."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
     def _violations(self) -> "list[FieldViolation]":
         found: list[FieldViolation] = []
 

@@ -28,11 +28,10 @@ class _SlotRules:
     bias: Tensor | None
     stop_ids: Tensor | None
     bad_words: tuple[tuple[Tensor, int], ...]
-    has_penalties: bool
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing but penalties may apply."""
+        """Whether nothing applies."""
         return self.bias is None and self.stop_ids is None and not self.bad_words
 
 
@@ -53,9 +52,6 @@ class LogitsProcessor:
             bias=self._bias(request),
             stop_ids=self._transfer.upload_ids(sorted(request.stop_token_ids)) if needs_stops else None,
             bad_words=tuple((self._transfer.upload_ids(ids[:-1]), ids[-1]) for ids in request.bad_words_token_ids),
-            has_penalties=(
-                sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
-            ),
         )
 
     def apply(self, logits: Tensor, sampling: SamplingRows) -> dict[int, str]:
@@ -71,10 +67,9 @@ class LogitsProcessor:
                     self._apply_rules(logits[i], row.slot, rules)
                 except Exception as error:  # this request's own parameters broke it; the others go on
                     failed[i] = f"logits processing failed: {type(error).__name__}: {error}"
-        penalised = [i for i, row in enumerate(sampling.rows) if self._rules[row.slot].has_penalties]
-        if penalised:
-            bound = max(sampling.rows[i].context_bound for i in penalised)
-            self._penalise(logits, self._transfer.upload_ids(penalised), sampling.slots, bound)
+        if sampling.penalised is not None:
+            bound = max(sampling.rows[i].context_bound for i in sampling.penalised.index)
+            self._penalise(logits, sampling.penalised.rows, sampling.slots, bound)
         return failed
 
     def _bias(self, request: Request) -> Tensor | None:

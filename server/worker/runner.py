@@ -8,13 +8,12 @@ from proposers.base import ProposeInput, Proposer
 from server.model.attention import AttentionGroup, AttentionStep
 from server.model.head import LMHead
 from server.plan import StepPlan, StepResult
-from server.request import SamplingParams
 from server.worker.batch import BatchState
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, chosen_logprobs, prompt_logprobs
-from server.worker.results import SampledTensors, StepHandle
+from server.worker.results import SampledTensors, StepHandle, StepTensors
 from server.worker.sampler import Drafts, Sampler
-from server.worker.step_inputs import SamplingRows, StepInputs, lay_out
+from server.worker.step_inputs import SamplingRows, SlotInfo, StepInputs, lay_out
 from server.worker.transfer import Transfer
 
 
@@ -45,28 +44,25 @@ class Runner:
         self._transfer = Transfer(kv.device)
         self._batch = BatchState(num_slots, max_tokens, self._block_size, self._max_drafts, self._transfer)
         self._logits_processor = LogitsProcessor(self._batch, head.vocab_size, self._transfer)
-        self._sampler = Sampler(self._batch, self._transfer)
-        self._params: dict[int, SamplingParams] = {}
-        self._num_prompt: dict[int, int] = {}
-        self._drafting: dict[int, bool] = {}
+        self._sampler = Sampler(self._batch)
+        self._slots: dict[int, SlotInfo] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step on the device."""
         self._start(plan)
         self._batch.append_blocks(plan.rows)
-        inputs = lay_out(plan.rows, self._max_drafts, self._transfer)
+        inputs = lay_out(plan.rows, self._slots, self._max_drafts, self._transfer)
+        outputs = self.step(inputs)
+        return StepHandle(inputs, outputs.download(self._transfer), self._transfer.record_event())
+
+    def step(self, inputs: StepInputs) -> StepTensors:
+        """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
         hidden, is_broken = self._forward(inputs)
         prompt = self._prompt_logprobs(inputs, hidden)
         self._batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
         sampled = None if inputs.sampling is None else self._sample(inputs.sampling, hidden)
-        return StepHandle(
-            rows=inputs.rows,
-            is_broken=self._transfer.download(is_broken),
-            sampled=sampled,
-            prompt_logprobs=prompt,
-            event=self._transfer.record_event(),
-        )
+        return StepTensors(is_broken, sampled, prompt)
 
     def settle(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step."""
@@ -75,9 +71,7 @@ class Runner:
     def _start(self, plan: StepPlan) -> None:
         self._batch.start(plan.starts)
         for start in plan.starts:
-            self._params[start.slot] = start.request.sampling
-            self._num_prompt[start.slot] = start.num_prompt
-            self._drafting[start.slot] = start.num_speculative_tokens > 0
+            self._slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -103,7 +97,9 @@ class Runner:
             attention_step=step,
         )
         hidden: Tensor = outputs.last_hidden_state[0]
-        is_bad = is_real & ~torch.isfinite(hidden).all(-1)
+        # Of drafts only the accepted ones count; they are judged by their logits.
+        is_known = is_real & (inputs.token_offset < inputs.num_known[inputs.token_row])
+        is_bad = is_known & ~torch.isfinite(hidden).all(-1)
         num_bad = torch.zeros_like(inputs.slots).index_add_(0, inputs.token_row, is_bad.long())
         return hidden, num_bad > 0
 
@@ -125,62 +121,55 @@ class Runner:
         return tuple(groups)
 
     def _sample(self, sampling: SamplingRows, hidden: Tensor) -> SampledTensors:
-        """Verify the drafts, append what was generated, draft anew."""
+        """Process the logits, verify the drafts, append what was generated, draft anew."""
         batch = self._batch
         slots = sampling.slots
-        num_positions = sampling.num_positions
-        offsets = torch.arange(num_positions, device=slots.device)
+        offsets = torch.arange(sampling.num_positions, device=slots.device)
         flat = torch.minimum(sampling.first_token[:, None] + offsets, sampling.last_token[:, None])
         logits = self._head.logits(hidden[flat])
-        params = [self._params[row.slot] for row in sampling.rows]
-        num_top = {i: row.logprobs for i, row in enumerate(params) if row.logprobs is not None}
-        raw = logits[self._transfer.upload_ids(list(num_top))] if num_top else None
+        raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
         failures = self._logits_processor.apply(logits, sampling)
-        # NaN compares false: a row is broken unless each of its positions has something to choose.
-        is_broken = ~(logits.amax(-1) > -torch.inf).all(-1)
+        has_choice = torch.isfinite(logits.amax(-1))
 
         num_tokens = batch.num_tokens[slots]
-        ahead = num_tokens[:, None] + offsets[:-1]
         drafts = Drafts(
-            ids=batch.token_ids[slots[:, None], ahead].long(),
+            ids=batch.token_ids[slots[:, None], num_tokens[:, None] + offsets[:-1]].long(),
             counts=torch.minimum(batch.num_drafts[slots], sampling.max_drafts),
         )
-        verified = self._sampler.sample(logits, params, slots, drafts)
+        verified = self._sampler.sample(logits, sampling, drafts)
         token_ids = torch.cat((drafts.ids, torch.zeros_like(slots)[:, None]), dim=1)
         token_ids.scatter_(1, verified.num_accepted[:, None], verified.next_ids[:, None])
-        num_new = verified.num_accepted + 1
 
-        batch.token_ids[slots, num_tokens + verified.num_accepted] = verified.next_ids.int()
-        batch.num_tokens[slots] = num_tokens + num_new
-        batch.num_computed[slots] = num_tokens + verified.num_accepted
-        batch.num_drafts[slots] = 0
+        end = num_tokens + verified.num_accepted
+        batch.token_ids[slots, end] = verified.next_ids.int()
+        batch.num_tokens[slots] = end + 1
+        batch.num_computed[slots] = end
+        batch.num_drafts.index_fill_(0, slots, 0)
         self._draft(sampling)
-        download = self._transfer.download
         return SampledTensors(
-            slots=tuple(row.slot for row in sampling.rows),
+            token_ids=token_ids,
+            num_tokens=verified.num_accepted + 1,
+            num_drafted=drafts.counts,
+            num_next_drafts=batch.num_drafts[slots],
+            # What comes after the last accepted draft was computed in vain, NaN or not.
+            is_broken=(~has_choice & (offsets <= verified.num_accepted[:, None])).any(-1),
+            logprobs=None if raw is None else self._chosen_logprobs(raw, token_ids, sampling),
             failures=failures,
-            token_ids=download(token_ids),
-            num_tokens=download(num_new),
-            num_drafted=download(drafts.counts),
-            num_next_drafts=download(batch.num_drafts[slots]),
-            is_broken=download(is_broken),
-            logprobs=None if raw is None else self._chosen_logprobs(raw, token_ids, num_top),
-            num_top=num_top,
         )
 
-    def _chosen_logprobs(self, raw: Tensor, token_ids: Tensor, num_top: dict[int, int]) -> LogprobTensors:
-        chosen = token_ids[self._transfer.upload_ids(list(num_top))]
-        return chosen_logprobs(raw.flatten(0, 1), chosen.flatten(), max(num_top.values())).download(self._transfer)
+    def _chosen_logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
+        assert sampling.reporting is not None
+        num_top = max(sampling.params[i].logprobs or 0 for i in sampling.reporting.index)
+        return chosen_logprobs(raw.flatten(0, 1), sampling.reporting.of(token_ids).flatten(), num_top)
 
     def _draft(self, sampling: SamplingRows) -> None:
         """Put new drafts behind the known tokens of the rows that speculate."""
-        index = [i for i, row in enumerate(sampling.rows) if self._drafting[row.slot]]
-        if self._proposer is None or not index:
+        if self._proposer is None or sampling.drafting is None:
             return
         batch = self._batch
-        slots = sampling.slots[self._transfer.upload_ids(index)]
+        slots = sampling.drafting.of(sampling.slots)
         num_tokens = batch.num_tokens[slots]
-        bound = max(sampling.rows[i].context_bound for i in index) + 1
+        bound = max(sampling.rows[i].context_bound for i in sampling.drafting.index) + 1
         draft = self._proposer.propose(
             ProposeInput(batch.token_ids, slots, num_tokens, batch.max_drafts[slots], max_num_tokens=bound)
         )
@@ -195,9 +184,10 @@ class Runner:
             if row.num_prompt_logprobs is None:
                 continue
             start = row.context_bound - row.num_query
-            end = min(row.context_bound, self._num_prompt[row.slot] - 1)
+            end = min(row.context_bound, self._slots[row.slot].num_prompt - 1)
             first = inputs.first_tokens[i]
             targets = self._batch.token_ids[row.slot, start + 1 : end + 1].long()
-            tensors = prompt_logprobs(self._head, hidden[first : first + end - start], targets, row.num_prompt_logprobs)
-            found[i] = tensors.download(self._transfer)
+            found[i] = prompt_logprobs(
+                self._head, hidden[first : first + end - start], targets, row.num_prompt_logprobs
+            )
         return found

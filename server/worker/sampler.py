@@ -11,7 +11,7 @@ from server.worker.batch import BatchState
 from server.worker.logits import restrict
 from server.worker.noise import Stream, gumbel, uniform
 from server.worker.rejection import Verified, verify_coupled, verify_standard
-from server.worker.transfer import Transfer
+from server.worker.step_inputs import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +29,28 @@ class Sampler:
     position), so that their tokens do not depend on drafts. The others use `standard` rejection.
     """
 
-    def __init__(self, batch: BatchState, transfer: Transfer) -> None:
+    def __init__(self, batch: BatchState) -> None:
         self._batch = batch
-        self._transfer = transfer
 
-    def sample(self, logits: Tensor, params: Sequence[SamplingParams], slots: Tensor, drafts: Drafts) -> Verified:
+    def sample(self, logits: Tensor, sampling: SamplingRows, drafts: Drafts) -> Verified:
         """Verify and sample.
 
-        Args: logits: [m, 1 + k, vocab] float32, processed; overwritten. slots: [m] int64.
+        Args: logits: [M, Q, vocab] float32, processed; overwritten.
         """
-        greedy = [i for i, row in enumerate(params) if row.is_greedy]
-        seeded = [i for i, row in enumerate(params) if not row.is_greedy and row.seed is not None]
-        unseeded = [i for i, row in enumerate(params) if not row.is_greedy and row.seed is None]
-        num_accepted, next_ids = torch.zeros_like(slots), torch.zeros_like(slots)
-        for index, rule in ((greedy, self._greedy), (seeded, self._coupled), (unseeded, self._standard)):
-            if not index:
+        num_accepted, next_ids = torch.zeros_like(sampling.slots), torch.zeros_like(sampling.slots)
+        rules = (
+            (sampling.greedy, self._greedy),
+            (sampling.seeded, self._coupled),
+            (sampling.unseeded, self._standard),
+        )
+        for selection, rule in rules:
+            if selection is None:
                 continue
-            if len(index) == len(params):
-                return rule(logits, params, slots, drafts)
-            rows = self._transfer.upload_ids(index)
-            part = Drafts(drafts.ids[rows], drafts.counts[rows])
-            verified = rule(logits[rows], [params[i] for i in index], slots[rows], part)
-            num_accepted[rows], next_ids[rows] = verified.num_accepted, verified.next_ids
+            params = [sampling.params[i] for i in selection.index]
+            part = Drafts(selection.of(drafts.ids), selection.of(drafts.counts))
+            verified = rule(selection.of(logits), params, selection.of(sampling.slots), part)
+            num_accepted.index_copy_(0, selection.rows, verified.num_accepted)
+            next_ids.index_copy_(0, selection.rows, verified.next_ids)
         return Verified(num_accepted, next_ids)
 
     def _greedy(self, logits: Tensor, _: Sequence[SamplingParams], __: Tensor, drafts: Drafts) -> Verified:
