@@ -136,7 +136,7 @@ class NativeEngine:
 
     def statistics(self) -> EngineStatistics:
         """A snapshot; requests that are still tokenising count as waiting."""
-        num_tokenising = sum(not live.is_submitted for live in self._live.values())
+        num_tokenising = sum(not live.is_submitted for live in list(self._live.values()))
         snapshot = self._snapshot
         return dataclasses.replace(snapshot, num_waiting=snapshot.num_waiting + num_tokenising)
 
@@ -216,7 +216,8 @@ class NativeEngine:
     def _step(self) -> None:
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight.append((plan, self._launch(plan), self._clock()))
+            launched_s = self._clock()
+            self._in_flight.append((plan, self._launch(plan), launched_s))
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             self._settle_oldest()
         self._snapshot = self._scheduler.statistics()
