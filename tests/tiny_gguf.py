@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_model import CHAT_TEMPLATE
 
 
-def write_gguf(path: Path, folder: Path, file_type: gguf.GGMLQuantizationType) -> Path:
+def write_gguf(path: Path, folder: Path, file_type: gguf.GGMLQuantizationType, *, adds_bos: bool = False) -> Path:
     """Write the tiny Llama in `folder` as one GGUF file; matrices in `file_type`, norms in float32."""
     config = json.loads((folder / "config.json").read_text())
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -40,6 +40,7 @@ def write_gguf(path: Path, folder: Path, file_type: gguf.GGMLQuantizationType) -
     writer.add_eot_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_unk_token_id(0)
+    writer.add_add_bos_token(adds_bos)
     writer.add_chat_template(CHAT_TEMPLATE)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():

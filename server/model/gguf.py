@@ -6,7 +6,7 @@ The rest of the server then knows one format only, and a start costs no conversi
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,7 +75,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
         model = type(loaded)(config)
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    _restore_digit_splitting(reader, tokenizer)
+    _correct_tokenizer(reader, tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     with without_foreign_bars():
         model.save_pretrained(folder)
@@ -91,11 +91,22 @@ def _stored_dtype(reader: "GGUFReader") -> torch.dtype:
     return {"F32": torch.float32, "F16": torch.float16}.get(commonest, torch.bfloat16)
 
 
-def _restore_digit_splitting(reader: "GGUFReader", tokenizer: "PreTrainedTokenizerBase") -> None:
-    from tokenizers import pre_tokenizers
+def _correct_tokenizer(reader: "GGUFReader", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Put right what some versions of transformers read otherwise than the file means it."""
+    from tokenizers import decoders, pre_tokenizers
 
-    field = reader.get_field("tokenizer.ggml.pre")
-    if field is not None and field.contents() in _SINGLE_DIGIT_PRE_TOKENIZERS:
+    for name in ("bos", "eos", "padding", "unknown"):
+        if (token_id := _field(reader, f"{name}_token_id")) is not None:
+            attribute = {"padding": "pad", "unknown": "unk"}.get(name, name)
+            setattr(tokenizer, f"{attribute}_token", tokenizer.convert_ids_to_tokens(token_id))
+    if (adds_bos := _field(reader, "add_bos_token")) is not None:
+        tokenizer.add_bos_token = adds_bos
+    tokenizer.clean_up_tokenization_spaces = False  # would take spaces away that the model has written
+    if _field(reader, "model") != "gpt2":
+        return
+    # Bytes to text and nothing else: other decoders drop a space at the beginning.
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    if _field(reader, "pre") in _SINGLE_DIGIT_PRE_TOKENIZERS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -103,14 +114,18 @@ def _restore_digit_splitting(reader: "GGUFReader", tokenizer: "PreTrainedTokeniz
 
 def _write_generation_config(folder: Path, reader: "GGUFReader") -> None:
     """GGUF has no generation config; its special ids are what one needs to know when to stop."""
-    ids = {name: _token_id(reader, name) for name in ("bos", "eos", "eot", "padding")}
-    entries: dict[str, object] = {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"]}
     # Chat models end a turn by "eot", which need not be the end of a text.
-    entries["eos_token_id"] = [i for i in dict.fromkeys((ids["eos"], ids["eot"])) if i is not None]
+    ends = [_field(reader, f"{name}_token_id") for name in ("eos", "eot")]
+    entries = {
+        "bos_token_id": _field(reader, "bos_token_id"),
+        "pad_token_id": _field(reader, "padding_token_id"),
+        "eos_token_id": [token_id for token_id in dict.fromkeys(ends) if token_id is not None],
+    }
     present = {name: value for name, value in entries.items() if value not in (None, [])}
     (folder / "generation_config.json").write_text(json.dumps(present, indent=2) + "\n")
 
 
-def _token_id(reader: "GGUFReader", name: str) -> int | None:
-    field = reader.get_field(f"tokenizer.ggml.{name}_token_id")
-    return None if field is None else int(field.contents())
+def _field(reader: "GGUFReader", name: str) -> Any:
+    """One of the file's tokenizer entries; None if it has no such entry."""
+    field = reader.get_field(f"tokenizer.ggml.{name}")
+    return None if field is None else field.contents()

@@ -62,6 +62,14 @@ def test_digits_are_split_as_the_vocabulary_was_trained(converted: Path) -> None
     assert [piece for piece, _ in pieces] == ["ĠĠ", "1", "2", "Ġab"]
 
 
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_text_begins_as_the_file_says(adds_bos: bool, tiny: Path, tmp_path: Path) -> None:
+    convert_gguf(write_gguf(tmp_path / "a.gguf", tiny, gguf.GGMLQuantizationType.F32, adds_bos=adds_bos), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert (tokenizer("The dog").input_ids[0] == 1) is adds_bos
+    assert tokenizer("The dog", add_special_tokens=False).input_ids[0] != 1
+
+
 def test_every_id_that_ends_a_turn_is_kept(converted: Path) -> None:
     entries = json.loads((converted / "generation_config.json").read_text())
     assert entries == {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": [2, 0]}
