@@ -14,7 +14,7 @@ import grpc
 
 from clients.channel import CHANNEL_OPTIONS, HEALTH_REQUEST, HEALTH_SERVING, HEALTH_WATCH, Deadline
 from clients.errors import CancelledCallError, OutriderClientError, UnavailableError, error_from_rpc
-from clients.outputs import Delta, Finished, GenerationOutput, OutputBuilder, Started
+from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
@@ -56,11 +56,17 @@ class AsyncGeneration:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         try:
-            while (message := await self._read()) is not None:
-                delta = self._builder.add(message)
-                if delta is not None:
-                    self._has_tokens = True
-                    yield delta
+            while (event := await self._read()) is not None:
+                if isinstance(event, Delta):
+                    yield event
+        finally:
+            self.cancel()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Iterates over everything the server says, in its order, in place of the deltas alone."""
+        try:
+            while (event := await self._read()) is not None:
+                yield event
         finally:
             self.cancel()
 
@@ -93,8 +99,8 @@ class AsyncGeneration:
     ) -> None:
         self.cancel()
 
-    async def _read(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end; begins anew where that is safe and of use."""
+    async def _read(self) -> Event | None:
+        """The next event, None at the end; begins anew where that is safe and of use."""
         while True:
             try:
                 message = await _uncancelled(self._call.read())
@@ -103,11 +109,18 @@ class AsyncGeneration:
                 if self._has_tokens or pause_s is None:
                     raise
                 await asyncio.sleep(pause_s)
-                self._num_attempts += 1
-                self._builder = OutputBuilder()
-                self._call = self._open_call(self._deadline.remaining_s())
-            else:
-                return message if isinstance(message, pb.GenerateResponse) else None
+                self._begin_anew()
+                continue
+            if not isinstance(message, pb.GenerateResponse):
+                return None
+            if (event := self._builder.add(message)) is not None:
+                self._has_tokens |= isinstance(event, Delta)
+                return event
+
+    def _begin_anew(self) -> None:
+        self._num_attempts += 1
+        self._builder = OutputBuilder()
+        self._call = self._open_call(self._deadline.remaining_s())
 
 
 class AsyncClient:

@@ -40,6 +40,13 @@ class PositionLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of the prompt from the second token on; a long prompt's come in parts."""
+
+    positions: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """More tokens of one choice; `logprobs` has one entry per token where asked for."""
 
@@ -93,6 +100,9 @@ class Finished:
     speculation: SpeculationStats
 
 
+Event = Started | PromptLogprobs | Delta | Finished
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One whole continuation."""
@@ -134,20 +144,22 @@ class OutputBuilder:
         self.prompt_logprobs: tuple[PositionLogprobs, ...] = ()
         self._parts: dict[int, _Parts] = {}
 
-    def add(self, message: pb.GenerateResponse) -> Delta | None:
-        """Take one message; returns the delta if it is one."""
-        match message.WhichOneof("event"):
-            case "started":
-                self.started = Started(
-                    message.started.request_id, message.started.prompt_tokens, message.started.cached_tokens
-                )
-            case "prompt_logprobs":
-                self.prompt_logprobs += _positions(message.prompt_logprobs.positions)
-            case "delta":
-                return self._add_delta(message.delta)
-            case "finished":
-                self._part(message.finished.index).finished = _finished(message.finished)
-        return None
+    def add(self, message: pb.GenerateResponse) -> Event | None:
+        """Take one message and say it as a value; None if a newer server says something unknown."""
+        event = event_from_proto(message)
+        match event:
+            case Started():
+                self.started = event
+            case PromptLogprobs():
+                self.prompt_logprobs += event.positions
+            case Delta():
+                part = self._part(event.index)
+                part.texts.append(event.text)
+                part.token_ids.extend(event.token_ids)
+                part.logprobs.extend(event.logprobs)
+            case Finished():
+                self._part(event.index).finished = event
+        return event
 
     @property
     def finished(self) -> dict[int, Finished]:
@@ -163,16 +175,24 @@ class OutputBuilder:
         )
         return GenerationOutput(self.started, self.prompt_logprobs, choices)
 
-    def _add_delta(self, message: pb.Delta) -> Delta:
-        delta = Delta(message.index, message.text, tuple(message.token_ids), _positions(message.logprobs))
-        part = self._part(delta.index)
-        part.texts.append(delta.text)
-        part.token_ids.extend(delta.token_ids)
-        part.logprobs.extend(delta.logprobs)
-        return delta
-
     def _part(self, index: int) -> _Parts:
         return self._parts.setdefault(index, _Parts())
+
+
+def event_from_proto(message: pb.GenerateResponse) -> Event | None:
+    """One message of the stream as a value."""
+    match message.WhichOneof("event"):
+        case "started":
+            started = message.started
+            return Started(started.request_id, started.prompt_tokens, started.cached_tokens)
+        case "prompt_logprobs":
+            return PromptLogprobs(_positions(message.prompt_logprobs.positions))
+        case "delta":
+            delta = message.delta
+            return Delta(delta.index, delta.text, tuple(delta.token_ids), _positions(delta.logprobs))
+        case "finished":
+            return _finished(message.finished)
+    return None
 
 
 def _token(message: pb.TokenLogprob) -> TokenLogprob:

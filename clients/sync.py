@@ -14,7 +14,7 @@ import grpc
 
 from clients.channel import CHANNEL_OPTIONS, HEALTH_REQUEST, HEALTH_SERVING, HEALTH_WATCH, Deadline
 from clients.errors import OutriderClientError, UnavailableError, error_from_rpc
-from clients.outputs import Delta, Finished, GenerationOutput, OutputBuilder, Started
+from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
@@ -54,11 +54,17 @@ class Generation:
 
     def __iter__(self) -> Iterator[Delta]:
         try:
-            while (message := self._read()) is not None:
-                delta = self._builder.add(message)
-                if delta is not None:
-                    self._has_tokens = True
-                    yield delta
+            while (event := self._read()) is not None:
+                if isinstance(event, Delta):
+                    yield event
+        finally:
+            self.cancel()
+
+    def events(self) -> Iterator[Event]:
+        """Iterates over everything the server says, in its order, in place of the deltas alone."""
+        try:
+            while (event := self._read()) is not None:
+                yield event
         finally:
             self.cancel()
 
@@ -84,8 +90,8 @@ class Generation:
     ) -> None:
         self.cancel()
 
-    def _read(self) -> pb.GenerateResponse | None:
-        """The next message, None at the end; begins anew where that is safe and of use."""
+    def _read(self) -> Event | None:
+        """The next event, None at the end; begins anew where that is safe and of use."""
         while True:
             try:
                 message: pb.GenerateResponse | None = next(self._call, None)
@@ -95,11 +101,18 @@ class Generation:
                 if self._has_tokens or pause_s is None:
                     raise error from rpc_error
                 time.sleep(pause_s)
-                self._num_attempts += 1
-                self._builder = OutputBuilder()
-                self._call = self._open_call(self._deadline.remaining_s())
-            else:
-                return message
+                self._begin_anew()
+                continue
+            if message is None:
+                return None
+            if (event := self._builder.add(message)) is not None:
+                self._has_tokens |= isinstance(event, Delta)
+                return event
+
+    def _begin_anew(self) -> None:
+        self._num_attempts += 1
+        self._builder = OutputBuilder()
+        self._call = self._open_call(self._deadline.remaining_s())
 
 
 class Client:
