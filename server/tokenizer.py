@@ -13,10 +13,6 @@ class Tokenizer(Protocol):
         """The Jinja source, or a falsy value if the model has none."""
 
     @property
-    def backend_tokenizer(self) -> Any:
-        """The `tokenizers.Tokenizer` beneath."""
-
-    @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
         """The tokens beyond the model's own vocabulary, by id."""
 
@@ -41,8 +37,13 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     Only byte-level BPE is known to keep every character: elsewhere a normaliser may drop some,
     or one unknown token may swallow many.
     """
-    backend = tokenizer.backend_tokenizer
-    if type(backend.model).__name__ != "BPE" or backend.model.unk_token is not None or backend.normalizer is not None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # tokenizers in plain Python have none
+    if (
+        backend is None
+        or type(backend.model).__name__ != "BPE"
+        or backend.model.unk_token is not None
+        or backend.normalizer is not None
+    ):
         return None
     if backend.pre_tokenizer is None or not _keeps_all_text(json.loads(backend.pre_tokenizer.__getstate__())):
         return None
