@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
+"""Where tests of the worker run; read before settings from outside are cleared."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU; torch is imported only if there are any."""
@@ -23,3 +26,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("OUTRIDER_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def device_name() -> str:
+    """The device that the worker's tests run on, as `--device` takes it: cpu, or cuda."""
+    return DEVICE
