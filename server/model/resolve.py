@@ -22,9 +22,12 @@ def pull(model: str, revision: str | None = None, *, with_code: bool = False) ->
 
     Raises: ModelError naming cause and remedy; nothing half-done is left behind.
     """
-    if packaged := PACKAGED_MODELS.get(model):
-        return publish_folder(cache_root() / model, lambda folder: _build_packaged(packaged, folder))
     path = Path(model).expanduser()
+    packaged = PACKAGED_MODELS.get(model)
+    if revision is not None and (packaged or path.exists()):
+        raise ModelError(f"--revision {revision} is for hub ids, and {model} is none: leave it out")
+    if packaged:
+        return publish_folder(cache_root() / model, lambda folder: _build_packaged(packaged, folder))
     if path.is_dir():
         _check_model_folder(path)
         return path

@@ -22,9 +22,7 @@ def load_tokenizer(folder: Path, config: ModelConfig, *, vocab_size: int) -> Pre
     source = str(folder) if config.tokenizer is None else config.tokenizer
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source,
-            revision=config.revision if config.tokenizer is None else None,
-            trust_remote_code=config.trust_remote_code,
+            source, trust_remote_code=config.trust_remote_code
         )
     except Exception as error:  # each tokenizer class fails in its own way
         raise _load_error(source, error) from error

@@ -88,6 +88,12 @@ def test_folders_without_a_model(tiny: Path, tmp_path: Path) -> None:
         pull(str(tmp_path))
 
 
+def test_a_revision_is_never_ignored(tiny: Path) -> None:
+    for model in (str(tiny), "smollm2-135m"):
+        with pytest.raises(ModelError, match=r"--revision v1 is for hub ids"):
+            pull(model, "v1")
+
+
 def test_everything_else_is_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
