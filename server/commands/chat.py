@@ -1,0 +1,96 @@
+"""`outrider chat`: a conversation with the model of a server, on a terminal or from a pipe."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from clients.errors import InvalidRequestError, OutriderClientError
+from clients.requests import GenerateOptions
+from clients.sync import Client
+from server.commands.generation_flags import (
+    add_call_flags,
+    add_generation_flags,
+    generation_options,
+    one_line_errors,
+)
+from server.commands.waiting import waiting_for
+from server.errors import ConfigError
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the system message and all parameters of a generation."""
+    parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
+    add_call_flags(parser)
+    add_generation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer every line until the input ends.
+
+    Raises: ConfigError if more than one choice is asked for; OutriderError, from a pipe, for the first failed call.
+    """
+    if args.n not in (None, 1):
+        raise ConfigError("--n: a conversation goes on with one answer")
+    options = generation_options(args)
+    is_terminal = sys.stdin.isatty()
+    beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages = list(beginning)
+    with one_line_errors(args.target), Client(args.target) as client:
+        if is_terminal:
+            print(f"{client.model_info(timeout_s=args.timeout).served_model_name} on {args.target}. {_HELP}.")
+        for line in _lines(is_terminal=is_terminal):
+            if line == "/exit":
+                break
+            if line == "/reset":
+                messages = list(beginning)
+                continue
+            question = {"role": "user", "content": line}
+            try:
+                answer = _answer(client, [*messages, question], options, args.timeout)
+            except OutriderClientError as error:
+                if not is_terminal:
+                    raise
+                hint = " (/reset makes room)" if isinstance(error, InvalidRequestError) else ""
+                print(f"outrider: {error}{hint}", file=sys.stderr)
+            else:
+                messages += [question, {"role": "assistant", "content": answer}]
+    return 0
+
+
+def _lines(*, is_terminal: bool) -> Iterator[str]:
+    """What is typed, or every line of a pipe; blank ones are left out."""
+    if not is_terminal:
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    import readline  # noqa: F401 - gives input() its history and editing
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            print()
+            return
+        if line:
+            yield line
+
+
+def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOptions, timeout_s: float | None) -> str:
+    """Print the answer as it comes. Returns: as much of it as came before the end or Ctrl-C."""
+    options = {**options, "messages": messages}
+    parts: list[str] = []
+    try:
+        with (
+            client.generate(timeout_s=timeout_s, **options) as generation,
+            waiting_for("thinking") as stop_waiting,
+        ):
+            for delta in generation:
+                stop_waiting()
+                parts.append(delta.text)
+                print(delta.text, end="", flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+    print(flush=True)
+    return "".join(parts)

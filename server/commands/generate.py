@@ -1,0 +1,111 @@
+"""`outrider generate`: one prompt to a server, the answer to stdout as it comes."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
+from clients.requests import GenerateOptions
+from clients.sync import Client, Generation
+from server.commands.generation_flags import (
+    add_call_flags,
+    add_generation_flags,
+    generation_options,
+    list_of,
+    one_line_errors,
+)
+from server.commands.waiting import waiting_for
+from server.errors import ConfigError
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the prompt in its forms and all parameters of a generation."""
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads standard input")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from a file")
+    parser.add_argument("--token-ids", type=list_of(int), metavar="ID,...", help="the prompt as token ids")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, by the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message to go before it; implies --chat")
+    parser.add_argument("--request-id", metavar="ID", help="names the request; a fresh UUID if not given")
+    parser.add_argument("--json", action="store_true", help="print every event as a line of JSON")
+    add_call_flags(parser)
+    add_generation_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print.
+
+    Raises: ConfigError for prompts that are missing, contradictory or unreadable; OutriderError for failed calls.
+    """
+    options: GenerateOptions = {**generation_options(args), "request_id": args.request_id}
+    prompt = _read_prompt(args)
+    if args.chat or args.system is not None:
+        if prompt is None:
+            raise ConfigError("--token-ids cannot be a message: leave out --chat and --system")
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        options["messages"] = [*system, {"role": "user", "content": prompt}]
+        prompt = None
+    elif prompt is None:
+        options["token_ids"] = args.token_ids
+    with (
+        one_line_errors(args.target),
+        Client(args.target) as client,
+        client.generate(prompt, timeout_s=args.timeout, **options) as generation,
+        waiting_for("waiting for the first token") as stop_waiting,
+    ):
+        if args.json:
+            _print_json(generation, stop_waiting)
+        else:
+            _print_text(generation, stop_waiting, num_choices=args.n or 1)
+    return 0
+
+
+def _read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt's text, None if it was given as ids."""
+    given = [name for name in ("prompt", "file", "token_ids") if getattr(args, name) is not None]
+    if len(given) != 1:
+        raise ConfigError("give exactly one prompt: PROMPT, - for standard input, --file or --token-ids")
+    try:
+        if args.file is not None:
+            return str(args.file.read_text(encoding="utf-8"))
+        return sys.stdin.read() if args.prompt == "-" else args.prompt
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the prompt: {error}") from error
+
+
+def _print_text(generation: Generation, stop_waiting: Callable[[], None], *, num_choices: int) -> None:
+    """One answer as it comes; several, which come mixed up, one after the other at the end."""
+    for delta in generation:
+        stop_waiting()
+        if num_choices == 1:
+            print(delta.text, end="", flush=True)
+    if num_choices == 1:
+        print(flush=True)
+        return
+    for choice in generation.output.choices:
+        print(f"--- choice {choice.index} ({choice.finished.finish_reason})\n{choice.text}", flush=True)
+
+
+def _print_json(generation: Generation, stop_waiting: Callable[[], None]) -> None:
+    for event in generation.events():
+        stop_waiting()
+        print(json.dumps(_as_json(event, generation), ensure_ascii=False), flush=True)
+
+
+def _as_json(event: Event, generation: Generation) -> dict[str, object]:
+    """One event under its name; `finished` also has the choice's whole text and ids."""
+    match event:
+        case Started():
+            return {"started": dataclasses.asdict(event)}
+        case PromptLogprobs():
+            return {"prompt_logprobs": [dataclasses.asdict(position) for position in event.positions]}
+        case Delta():
+            return {"delta": dataclasses.asdict(event)}
+        case Finished():
+            whole = next(choice for choice in generation.output.choices if choice.index == event.index)
+            fields = dataclasses.asdict(event)
+            return {
+                "finished": {"index": fields.pop("index"), "text": whole.text, "token_ids": whole.token_ids, **fields}
+            }

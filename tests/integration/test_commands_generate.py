@@ -1,0 +1,282 @@
+"""`outrider generate` and `outrider chat` against a real server."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.requests import SamplingOptions
+from server import cli
+from server.engine.protocol import (
+    Delta,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+    SpeculationStats,
+    Started,
+    StreamEvent,
+    Timing,
+    TokenLogprob,
+)
+from server.request import Request, SamplingParams, SpeculationOptions
+from server.tokenizer import Tokenizer
+from tests.fakes.eventually import eventually
+from tests.fakes.front import Front, running_front, tiny_model_info
+from tests.fakes.scripted_engine import ScriptedEngine, echo
+
+Outrider = Callable[..., Awaitable[int]]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(tiny_model_info())
+
+
+@pytest.fixture
+async def front(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[Front]:
+    async with running_front(engine, tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def outrider(front: Front, monkeypatch: pytest.MonkeyPatch) -> Outrider:
+    """Run a command against the server, as the command line would, with `stdin` as its input."""
+
+    async def run(command: str, *arguments: str, stdin: str = "") -> int:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        return await asyncio.to_thread(cli.main, [command, "--target", front.target, *arguments])
+
+    return run
+
+
+async def endless(request: Request) -> AsyncIterator[StreamEvent]:
+    yield Delta(0, "a\n", (1,))
+    await asyncio.Event().wait()
+
+
+async def test_text_goes_to_stdout_and_nothing_to_stderr(
+    outrider: Outrider, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await outrider("generate", "--token-ids", "5,6", "--max-tokens", "3") == 0
+    assert capsys.readouterr() == ("<5><6><5>\n", "")
+
+
+async def test_several_choices_come_one_after_the_other(outrider: Outrider, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await outrider("generate", "--token-ids", "5,6", "--max-tokens", "3", "--n", "2") == 0
+    assert capsys.readouterr().out == "--- choice 0 (length)\n<5><6><5>\n--- choice 1 (length)\n<5><6><5>\n"
+
+
+async def test_every_way_to_give_a_prompt(
+    outrider: Outrider, engine: ScriptedEngine, front: Front, tmp_path: Path
+) -> None:
+    text = "The quick\nbrown fox "
+    (tmp_path / "prompt.txt").write_text(text)
+    assert await outrider("generate", text) == 0
+    assert await outrider("generate", "-", stdin=text) == 0
+    assert await outrider("generate", "--file", str(tmp_path / "prompt.txt")) == 0
+    expected = tuple(await front.client.tokenize(text))
+    assert [request.prompt_token_ids for request in engine.submitted] == [expected] * 3
+
+    assert await outrider("generate", "hi", "--chat") == 0
+    assert await outrider("generate", "hi", "--system", "Be brief.") == 0
+    user = {"role": "user", "content": "hi"}
+    assert [list(request.prompt_token_ids) for request in engine.submitted[3:]] == [
+        await front.client.tokenize(messages=[user]),
+        await front.client.tokenize(messages=[{"role": "system", "content": "Be brief."}, user]),
+    ]
+
+
+async def test_every_parameter_has_its_flag(outrider: Outrider, engine: ScriptedEngine) -> None:
+    flags = {
+        "temperature": "0.5",
+        "top-k": "-1",
+        "top-p": "0.25",
+        "min-p": "0.125",
+        "repetition-penalty": "1.5",
+        "frequency-penalty": "-1",
+        "presence-penalty": "2",
+        "logit-bias": "3:-1.5,4:2",
+        "bad-words": "first",
+        "allowed-token-ids": "1,2,3,4",
+        "seed": "-9",
+        "n": "3",
+        "max-tokens": "7",
+        "min-tokens": "2",
+        "stop": "end, or not",
+        "stop-token-ids": "8",
+        "logprobs": "0",
+        "prompt-logprobs": "4",
+    }
+    switches = ("include-stop-str-in-output", "ignore-eos", "no-skip-special-tokens")
+    named = {name.replace("-", "_") for name in (*flags, *switches)}
+    assert {name.removeprefix("no_") for name in named} == set(SamplingOptions.__annotations__)
+    arguments = [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
+    more = ("--no-speculation", "--num-speculative-tokens=2", "--priority=-4", "--cache-salt=s", "--request-id=mine")
+    assert await outrider("generate", "hi", *arguments, *more) == 0
+    (request,) = engine.submitted
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_k=-1,
+        top_p=0.25,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        frequency_penalty=-1,
+        presence_penalty=2,
+        logit_bias={3: -1.5, 4: 2},
+        bad_words=["first"],
+        allowed_token_ids=[1, 2, 3, 4],
+        seed=-9,
+        n=3,
+        max_tokens=7,
+        min_tokens=2,
+        stop=["end, or not"],
+        stop_token_ids=[8],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=4,
+        skip_special_tokens=False,
+    )
+    assert request.speculation == SpeculationOptions(enabled=False, num_speculative_tokens=2)
+    assert (request.priority, request.cache_salt, request.request_id) == (-4, "s", "mine")
+
+
+async def test_json_prints_every_event(
+    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = TokenLogprob(2, -0.5, 1)
+    position = PositionLogprobs(token, (token,))
+
+    async def script(request: Request) -> AsyncIterator[StreamEvent]:
+        yield Started(request.request_id, 4, 1)
+        yield PromptLogprobs((position,))
+        yield Delta(0, "é", (5,), (position,))
+        yield Delta(0, "\n.", (6, 7), (position, position))
+        yield Finished(0, FinishReason.STOP, 7, 4, 3, 1, Timing(1, 2, 3, 4, 5), SpeculationStats(1, 5, 2))
+
+    engine.script = script
+    assert await outrider("generate", "hi", "--json", "--logprobs", "1", "--request-id", "r") == 0
+    lines: list[Any] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    entry = {"token_id": 2, "logprob": -0.5, "rank": 1, "text": "<|im_end|>"}
+    logprobs = {"chosen": entry, "top": [entry]}
+    assert lines == [
+        {"started": {"request_id": "r", "prompt_tokens": 4, "cached_tokens": 1}},
+        {"prompt_logprobs": [logprobs]},
+        {"delta": {"index": 0, "text": "é", "token_ids": [5], "logprobs": [logprobs]}},
+        {"delta": {"index": 0, "text": "\n.", "token_ids": [6, 7], "logprobs": [logprobs, logprobs]}},
+        {
+            "finished": {
+                "index": 0,
+                "text": "é\n.",
+                "token_ids": [5, 6, 7],
+                "finish_reason": "stop",
+                "stop_reason": 7,
+                "usage": {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 1},
+                "timing": {
+                    "queue_seconds": 1,
+                    "prefill_seconds": 2,
+                    "decode_seconds": 3,
+                    "time_to_first_token_seconds": 4,
+                    "total_seconds": 5,
+                },
+                "speculation": {"num_spec_steps": 1, "num_draft_tokens": 5, "num_accepted_draft_tokens": 2},
+            }
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "exactly one prompt"),
+        (("hi", "--token-ids", "1"), 2, "exactly one prompt"),
+        (("--file", "/no/such/file"), 2, "/no/such/file"),
+        (("--token-ids", "1,x"), 2, "--token-ids: not a comma-separated list"),
+        (("--token-ids", "1", "--chat"), 2, "--token-ids cannot be a message"),
+        (("hi", "--timeout", "0"), 2, "--timeout"),
+        (("hi", "--temprature", "0"), 2, "did you mean --temperature?"),
+        (("hi", "--temperature", "nan"), 1, "sampling.temperature"),
+        (("hi", "--seed", str(2**63)), 1, "sampling.seed"),
+        (("--token-ids", ""), 1, "the prompt has no tokens"),
+    ],
+)
+async def test_mistakes_are_one_line(
+    outrider: Outrider, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    assert await outrider("generate", *arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert words in err
+
+
+async def test_a_deadline_is_an_error(
+    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = endless
+    assert await outrider("generate", "hi", "--timeout", "0.2") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+async def test_an_interrupt_ends_the_request(front: Front, engine: ScriptedEngine) -> None:
+    engine.script = endless
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "server", "generate", "hi", "--json", "--target", front.target),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=dict(os.environ),
+    )
+    assert process.stdout is not None
+    assert json.loads(await process.stdout.readline())["delta"]["text"] == "a\n", "each line is flushed"
+    process.send_signal(signal.SIGINT)
+    _, stderr = await process.communicate()
+    assert process.returncode == 130
+    assert stderr == b""
+    await eventually(lambda: bool(front.calls()))
+    assert [call.status for call in front.calls()] == ["CANCELLED"]
+
+
+async def test_chat_keeps_the_conversation(
+    outrider: Outrider, engine: ScriptedEngine, front: Front, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def script(request: Request) -> AsyncIterator[StreamEvent]:
+        async for event in echo(request):
+            yield Delta(0, "A", (5,)) if isinstance(event, Delta) else event
+
+    engine.script = script
+    stdin = "one\n\n two \n/reset\nthree\n/exit\nfour\n"
+    assert await outrider("chat", "--system", "S", "--max-tokens", "2", stdin=stdin) == 0
+    assert capsys.readouterr() == ("AA\n" * 3, "")
+
+    def message(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    system, answer = message("system", "S"), message("assistant", "AA")
+    expected = [
+        [system, message("user", "one")],
+        [system, message("user", "one"), answer, message("user", "two")],
+        [system, message("user", "three")],
+    ]
+    assert [list(request.prompt_token_ids) for request in engine.submitted] == [
+        await front.client.tokenize(messages=conversation) for conversation in expected
+    ]
+
+
+async def test_chat_from_a_pipe_stops_at_the_first_error(
+    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await outrider("chat", "--max-tokens", "2", stdin=f"{'x ' * 600}\nhi\n") == 1
+    assert "max_model_len is 512" in capsys.readouterr().err
+    assert not engine.submitted
+    assert await outrider("chat", "--n", "2", stdin="hi\n") == 2
