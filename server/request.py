@@ -10,6 +10,7 @@ MAX_CHOICES = 64
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 GREEDY_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature loses them; such a request is greedy."""
 
@@ -73,14 +74,14 @@ class SamplingParams:
                 found.append(FieldViolation(name, f"must be {accepted}, got {getattr(self, name)!r}"))
 
         require("n", 1 <= self.n <= MAX_CHOICES, f"from 1 to {MAX_CHOICES}")
-        require("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and at least 0")
-        require("top_k", self.top_k >= -1, "-1 or 0 (all), or at least 1")
+        require("temperature", 0 <= self.temperature <= FLOAT32_MAX, "finite in float32 and at least 0")
+        require("top_k", -1 <= self.top_k <= INT64_MAX, "-1 or 0 (all), or at least 1, in 64 bits")
         require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
         require("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
         require(
             "repetition_penalty",
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "finite and above 0",
+            FLOAT32_MIN <= self.repetition_penalty <= FLOAT32_MAX,
+            "finite in float32 and above 0",
         )
         for name in ("frequency_penalty", "presence_penalty"):
             require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2")

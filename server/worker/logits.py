@@ -80,7 +80,7 @@ class LogitsProcessor:
             bias = torch.zeros(self._vocab_size, device=self._transfer.device)
         else:
             bias = torch.full((self._vocab_size,), -torch.inf, device=self._transfer.device)
-            bias[self._transfer.upload_ids(list(sampling.allowed_token_ids))] = 0
+            bias.index_fill_(0, self._transfer.upload_ids(list(sampling.allowed_token_ids)), 0)
         if sampling.logit_bias:
             token_ids = self._transfer.upload_ids(list(sampling.logit_bias))
             bias[token_ids] += self._transfer.upload(list(sampling.logit_bias.values()), torch.float32)
@@ -153,7 +153,9 @@ def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
     if top_p is not None:
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs  # mass of what is likelier: the first token that reaches top_p stays
-        num_kept = (before < top_p[:, None, None]).sum(-1, keepdim=True)
-        edge = ordered.gather(-1, num_kept - 1)
+        # Rounding takes the sum to 1 before the end; a row that keeps all must not lose its tail by a neighbour's top_p.
+        mass = torch.where(top_p < 1, top_p, torch.inf)
+        num_kept = (before < mass[:, None, None]).sum(-1, keepdim=True)
+        edge = ordered.gather(-1, (num_kept - 1).clamp(min=0))  # none where every logit is NaN or minus infinity
         logits.masked_fill_(logits < edge, -torch.inf)
     return logits
