@@ -54,7 +54,7 @@ def chosen_logprobs(logits: Tensor, chosen_ids: Tensor, num_top: int) -> Logprob
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, chosen_ids[:, None])
     ranks = (logprobs > chosen).sum(-1) + 1
-    top, top_ids = logprobs.topk(num_top, dim=-1)
+    top, top_ids = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     return LogprobTensors(chosen_ids, chosen[:, 0], ranks, top_ids, top)
 
 
