@@ -1,0 +1,165 @@
+"""Paged attention: the eager reference against an explicit softmax, and blocks as storage."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.errors import ConfigError
+from server.kernels.reference import attention, attention_mask
+from server.model.attention import AttentionGroup, AttentionStep, paged_attention
+from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 8, 16
+
+
+def slow_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One head, [num_query, d] against [length, d]; the queries are the last positions."""
+    outputs = []
+    for i, q in enumerate(query):
+        position = len(keys) - len(query) + i
+        first = 0 if window is None else max(0, position + 1 - window)
+        scores = [float(q @ keys[j]) * scaling for j in range(first, position + 1)]
+        if softcap is not None:
+            scores = [softcap * math.tanh(score / softcap) for score in scores]
+        total = sum(math.exp(score) for score in scores) + (0 if sinks is None else math.exp(float(sinks)))
+        weights = torch.tensor([math.exp(score) / total for score in scores])
+        outputs.append(weights @ values[first : position + 1])
+    return torch.stack(outputs)
+
+
+OPTIONS = [
+    {},
+    {"window": 5},
+    {"softcap": 0.7},
+    {"sinks": True},
+    {"window": 3, "softcap": 2.0, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [(20,), (3, 40), (17, 33, 1)], ids=str)
+@pytest.mark.parametrize("num_query", [1, 3])
+def test_paged_attention_equals_an_explicit_softmax(
+    device_name: str, lengths: tuple[int, ...], num_query: int, options: dict[str, float | bool]
+) -> None:
+    """Rows of several lengths whose blocks lie anywhere, padded as the runner pads them."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    num_blocks = sum(-(-length // BLOCK) for length in lengths)
+    geometry = KVGeometry(2, KV_HEADS, HEAD_DIM, BLOCK, torch.float32)
+    kv = allocate_kv(geometry, num_blocks + 1, torch.device("cpu"))
+    kv.normal_(generator=generator)  # what earlier owners left
+    order = (1 + torch.randperm(num_blocks, generator=generator)).tolist()
+    max_blocks = max(-(-length // BLOCK) for length in lengths)
+    table = torch.zeros(len(lengths), max_blocks, dtype=torch.int64)
+    positions = torch.zeros(len(lengths), num_query, dtype=torch.int64)
+    write_blocks, write_offsets, histories = [], [], []
+    for row, length in enumerate(lengths):
+        blocks = [order.pop() for _ in range(-(-length // BLOCK))]
+        table[row, : len(blocks)] = torch.tensor(blocks)
+        keys, values = (torch.randn(length, KV_HEADS, HEAD_DIM, generator=generator) for _ in range(2))
+        histories.append((keys, values))
+        num_new = min(num_query, length)
+        for position in range(length - num_new):
+            kv[blocks[position // BLOCK], 1, :, position % BLOCK] = torch.cat((keys[position], values[position]), -1)
+        for offset in range(num_query):
+            position = length - num_new + offset if offset < num_new else 0
+            positions[row, offset] = position
+            write_blocks.append(blocks[position // BLOCK] if offset < num_new else 0)
+            write_offsets.append(position % BLOCK)
+    total = len(lengths) * num_query
+    query = torch.randn(1, HEADS, total, HEAD_DIM, generator=generator)
+    new_keys, new_values = (torch.randn(1, KV_HEADS, total, HEAD_DIM, generator=generator) for _ in range(2))
+    for row, (keys, values) in enumerate(histories):
+        for offset in range(min(num_query, len(keys))):
+            position = int(positions[row, offset])
+            new_keys[0, :, row * num_query + offset] = keys[position]
+            new_values[0, :, row * num_query + offset] = values[position]
+    sinks = torch.linspace(-1, 2, HEADS) if options.get("sinks") else None
+    group = AttentionGroup(0, len(lengths), num_query, table.to(device_name), positions.to(device_name))
+    step = AttentionStep(
+        kv.to(device_name),
+        torch.tensor(write_blocks, device=device_name),
+        torch.tensor(write_offsets, device=device_name),
+        (group,),
+    )
+    window, softcap = options.get("window"), options.get("softcap")
+    output, weights = paged_attention(
+        SimpleNamespace(layer_idx=1),  # type: ignore[arg-type]
+        query.to(device_name),
+        new_keys.to(device_name),
+        new_values.to(device_name),
+        None,
+        attention_step=step,
+        scaling=0.5,
+        sliding_window=window,  # type: ignore[arg-type]
+        softcap=softcap,
+        s_aux=None if sinks is None else sinks.to(device_name),
+        an_argument_of_some_architecture=True,
+    )
+    assert weights is None
+    assert output.shape == (1, total, HEADS, HEAD_DIM)
+    for row, (keys, values) in enumerate(histories):
+        num_new = min(num_query, len(keys))
+        for head in range(HEADS):
+            expected = slow_attention(
+                query[0, head, row * num_query : row * num_query + num_new],
+                keys[:, head // 2],
+                values[:, head // 2],
+                0.5,
+                window,  # type: ignore[arg-type]
+                softcap,
+                None if sinks is None else sinks[head],
+            )
+            got = output[0, row * num_query : row * num_query + num_new, head].cpu()
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nan_is_stored_as_zero(device_name: str) -> None:
+    """The block of a broken request may go to another one, which must not read NaN behind its mask."""
+    kv = allocate_kv(KVGeometry(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32), 2, torch.device(device_name))
+    ones = torch.ones(1, dtype=torch.int64, device=device_name)
+    group = AttentionGroup(0, 1, 1, ones[None], ones[None] * 0)
+    values = torch.full((1, KV_HEADS, 1, HEAD_DIM), float("nan"), device=device_name)
+    query = torch.ones(1, HEADS, 1, HEAD_DIM, device=device_name)
+    step = AttentionStep(kv, ones, ones * 0, (group,))
+    paged_attention(SimpleNamespace(layer_idx=0), query, values, values, None, attention_step=step, scaling=1.0)  # type: ignore[arg-type]
+    assert torch.isfinite(kv).all()
+
+
+def test_the_mask_is_made_once_per_window() -> None:
+    positions = torch.tensor([[4, 5]])
+    group = AttentionGroup(0, 1, 2, torch.ones(1, 1, dtype=torch.int64), positions)
+    assert group.mask(BLOCK, None) is group.mask(BLOCK, None)
+    assert group.mask(BLOCK, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
+    assert torch.equal(group.mask(BLOCK, None), attention_mask(positions, BLOCK, None))
+
+
+def test_keys_in_a_narrower_type_are_widened() -> None:
+    query, key, value = (torch.randn(1, 2, 1, 8) for _ in range(3))
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    narrow = attention(query, key.bfloat16(), value.bfloat16(), mask, 1.0)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow, value, rtol=1e-2, atol=1e-2)
+
+
+def test_a_budget_buys_whole_blocks_and_at_least_two() -> None:
+    geometry = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=8, block_size=16, dtype=torch.bfloat16)
+    assert geometry.block_nbytes == 3 * 2 * 2 * 8 * 16 * 2
+    assert num_blocks_for(geometry, 5 * geometry.block_nbytes + 1) == 5
+    kv = allocate_kv(geometry, 5, torch.device("cpu"))
+    assert kv.shape == (5, 3, 2, 16, 16)
+    assert kv.is_contiguous()
+    assert kv[0].nbytes == geometry.block_nbytes
+    with pytest.raises(ConfigError, match=f"{2 * geometry.block_nbytes}"):
+        num_blocks_for(geometry, 2 * geometry.block_nbytes - 1)
