@@ -153,7 +153,7 @@ def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
     if top_p is not None:
         probs = ordered.softmax(-1)
         before = probs.cumsum(-1) - probs  # mass of what is likelier: the first token that reaches top_p stays
-        # Rounding takes the sum to 1 before the end; a row that keeps all must not lose its tail by a neighbour's top_p.
+        # Rounding takes the sum to 1 early: a row that keeps all must not lose its tail by a neighbour's top_p.
         mass = torch.where(top_p < 1, top_p, torch.inf)
         num_kept = (before < mass[:, None, None]).sum(-1, keepdim=True)
         edge = ordered.gather(-1, (num_kept - 1).clamp(min=0))  # none where every logit is NaN or minus infinity

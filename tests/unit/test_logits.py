@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,6 @@ def test_a_row_without_any_choice_does_not_break_the_step(device_name: str, valu
     ("name", "value"),
     [("temperature", 1e39), ("top_k", 2**63), ("repetition_penalty", 1e39), ("repetition_penalty", 1e-40)],
 )
-def test_what_the_device_cannot_hold_is_refused(name: str, value: float) -> None:
+def test_what_the_device_cannot_hold_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=name):
         SamplingParams(**{name: value})
