@@ -55,11 +55,20 @@ class Front:
 @asynccontextmanager
 async def running_front(engine: Engine, tokenizer: Tokenizer, **settings: object) -> AsyncIterator[Front]:
     """Serve `engine` until the block ends; `settings` are ServerConfig fields."""
+    preprocessor = Preprocessor(tokenizer, engine.model_info)
+    async with running_server(engine, preprocessor, EventBus(), **settings) as front:
+        yield front
+
+
+@asynccontextmanager
+async def running_server(
+    engine: Engine, preprocessor: Preprocessor, bus: EventBus, **settings: object
+) -> AsyncIterator[Front]:
+    """The same with a preprocessor and a bus that are there already."""
     config = ServerConfig.model_validate({"port": 0, "shutdown_timeout_seconds": 0, **settings})
     events: list[Event] = []
-    bus = EventBus()
     bus.subscribe(events.append)
-    server = GrpcServer(config, engine, Preprocessor(tokenizer, engine.model_info), bus)
+    server = GrpcServer(config, engine, preprocessor, bus)
     port = await server.start()
     await server.set_serving()
     target = f"unix:{config.uds}" if config.uds else f"127.0.0.1:{port}"
