@@ -37,7 +37,7 @@ class GrpcServer:
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = HealthService([SERVICE_NAME])
         self._server = grpc.aio.server(options=_options(config.max_message_bytes))
-        service = InferenceService(engine, preprocessor, self._pool, events)
+        service = InferenceService(engine, preprocessor, self._pool, events, max_message_bytes=config.max_message_bytes)
         add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)
 

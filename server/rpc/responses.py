@@ -16,8 +16,8 @@ from server.engine.protocol import (
 )
 from server.request import ModelInfo
 
-MAX_POSITIONS_PER_MESSAGE = 512
-"""Positions with 64 alternatives each take about 1.5 KiB: such a message stays under 1 MiB."""
+_POSITION_NBYTES = 16 << 10
+"""More than one position takes: 65 tokens of at most 250 bytes, of which text is nearly all."""
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -38,19 +38,26 @@ def started_to_proto(event: Started) -> pb.GenerateResponse:
     )
 
 
-def prompt_logprobs_to_proto(event: PromptLogprobs, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
-    """The messages for the prompt's log probabilities; at least one, each small enough to send."""
-    for part in _chunks(event.positions) or [()]:
+def positions_per_message(max_message_bytes: int) -> int:
+    """How many positions' log probabilities fit into a message for certain."""
+    return max(1, max_message_bytes // _POSITION_NBYTES)
+
+
+def prompt_logprobs_to_proto(
+    event: PromptLogprobs, token_text: TokenText, max_positions: int
+) -> Iterator[pb.GenerateResponse]:
+    """The messages for the prompt's log probabilities; at least one, each of at most `max_positions`."""
+    for part in _chunks(event.positions, max_positions) or [()]:
         yield pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(positions=_positions(part, token_text)))
 
 
-def delta_to_proto(event: Delta, token_text: TokenText) -> Iterator[pb.GenerateResponse]:
+def delta_to_proto(event: Delta, token_text: TokenText, max_positions: int) -> Iterator[pb.GenerateResponse]:
     """The messages for one delta: one, unless a slow reader let too many log probabilities gather."""
-    if len(event.logprobs) <= MAX_POSITIONS_PER_MESSAGE:
+    if len(event.logprobs) <= max_positions:
         yield _delta(event.index, event.text, event.token_ids, event.logprobs, token_text)
         return
-    token_chunks = _chunks(event.token_ids)
-    for i, (token_ids, logprobs) in enumerate(zip(token_chunks, _chunks(event.logprobs), strict=True)):
+    token_chunks = _chunks(event.token_ids, max_positions)
+    for i, (token_ids, logprobs) in enumerate(zip(token_chunks, _chunks(event.logprobs, max_positions), strict=True)):
         # Text leaves with the last of its tokens, as it does when they leave together.
         text = event.text if i == len(token_chunks) - 1 else ""
         yield _delta(event.index, text, token_ids, logprobs, token_text)
@@ -140,5 +147,5 @@ def _token(token: TokenLogprob, token_text: TokenText) -> pb.TokenLogprob:
     )
 
 
-def _chunks(items: Sequence[_Item]) -> list[Sequence[_Item]]:
-    return [items[i : i + MAX_POSITIONS_PER_MESSAGE] for i in range(0, len(items), MAX_POSITIONS_PER_MESSAGE)]
+def _chunks(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -23,6 +23,7 @@ from server.rpc.responses import (
     delta_to_proto,
     finished_to_proto,
     model_info_to_proto,
+    positions_per_message,
     prompt_logprobs_to_proto,
     started_to_proto,
     statistics_to_proto,
@@ -40,11 +41,21 @@ class InferenceService(InferenceServicer):
     when it is collected, and its request would run on until then.
     """
 
-    def __init__(self, engine: Engine, preprocessor: Preprocessor, pool: Executor, events: EventBus) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        preprocessor: Preprocessor,
+        pool: Executor,
+        events: EventBus,
+        *,
+        max_message_bytes: int,
+    ) -> None:
+        """Args: pool: runs what may block; its threads bound how much of that there is at a time."""
         self._engine = engine
         self._preprocessor = preprocessor
         self._pool = pool
         self._events = events
+        self._max_positions = positions_per_message(max_message_bytes)
         self._live_ids: set[str] = set()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -153,13 +164,13 @@ class InferenceService(InferenceServicer):
             case Started():
                 await context.write(started_to_proto(event))
             case PromptLogprobs():
-                messages = prompt_logprobs_to_proto(event, token_text)
+                messages = prompt_logprobs_to_proto(event, token_text, self._max_positions)
                 while (response := await self._in_pool(lambda: next(messages, None))) is not None:
                     await context.write(response)
             case Delta():
                 record.add_delta(event)
                 self._publish_tokens(event, record.request_id, last_sent_s)
-                for response in delta_to_proto(event, token_text):
+                for response in delta_to_proto(event, token_text, self._max_positions):
                     await context.write(response)
             case Finished():
                 record.add_finished(event)

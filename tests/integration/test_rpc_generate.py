@@ -265,8 +265,8 @@ async def test_logprobs_arrive_in_parts_with_texts(front: Front, engine: Scripte
     engine.script = script
     generation = front.client.generate("hi", logprobs=2, prompt_logprobs=2)
     deltas = [delta async for delta in generation]
-    assert [len(delta.token_ids) for delta in deltas] == [len(delta.logprobs) for delta in deltas] == [512, 512, 276]
-    assert [delta.text for delta in deltas] == ["", "", "late reader"]
+    assert [len(delta.token_ids) for delta in deltas] == [len(delta.logprobs) for delta in deltas] == [1024, 276]
+    assert [delta.text for delta in deltas] == ["", "late reader"]
     assert len(generation.output.prompt_logprobs) == 1199
     assert [token.text for token in deltas[0].logprobs[0].top] == ["<|im_end|>", "<|im_start|>"]
 
@@ -295,3 +295,18 @@ async def test_model_and_statistics_arrive(front: Front) -> None:
     assert (list(info.eos_token_ids), info.has_chat_template, info.speculative_method) == ([2], True, "ngram")
     stats = await front.client.stats()
     assert (stats.num_running, stats.kv_blocks_total, list(stats.draft_tokens_per_position)) == (0, 64, [5, 4])
+
+
+async def test_log_probabilities_fit_into_the_smallest_messages(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    token = TokenLogprob(2, -0.5, 2**31)
+    position = PositionLogprobs(token, (token,) * 64)
+
+    async def script(request: Request) -> AsyncIterator[StreamEvent]:
+        yield PromptLogprobs((position,) * 100)
+        yield Delta(0, "late reader", (2,) * 100, (position,) * 100)
+        yield finished(request, 100)
+
+    engine.script = script
+    async with running_front(engine, tokenizer, max_message_bytes=1 << 16) as front:
+        output = await front.client.generate("hi")
+    assert len(output.prompt_logprobs) == len(output.choices[0].logprobs) == 100
