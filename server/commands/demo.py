@@ -18,10 +18,19 @@ from server.config_sources import add_arguments
 from server.errors import ConfigError, OutriderError
 
 _SPECULATION = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":5,"prompt_lookup_min":3}'
-_PROMPT = (
-    "Repeat this text twice, word for word: The river rises in the hills, runs past the old mill and the stone "
-    "bridge, and reaches the sea at the harbour."
-)
+_PROMPT = """\
+Here is a Python class:
+
+class Point:
+    def __init__(self, x, y):
+        self.x = x
+        self.y = y
+
+    def distance(self, other):
+        return ((self.x - other.x) ** 2 + (self.y - other.y) ** 2) ** 0.5
+
+Rewrite it with the class name changed to Vertex. Answer with the code only."""
+"""Its answer repeats much of it, as edits of code do; that is what n-gram drafts are good at."""
 _POLL_S = 0.5
 _KILL_AFTER_S = 60.0
 _ROOT = Path(__file__).resolve().parents[2]
