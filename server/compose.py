@@ -13,7 +13,7 @@ import torch
 from proposers.registry import build_proposer
 from server.config import Config
 from server.engine.engine import NativeEngine
-from server.errors import ConfigError
+from server.errors import ConfigError, EngineDead
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kv.block_pool import BlockPool
@@ -96,30 +96,41 @@ def build_core(config: Config) -> Core:
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus)
 
 
-async def serve(config: Config) -> None:
+def serve(config: Config) -> None:
     """Serve until SIGINT or SIGTERM, then drain; a second signal ends it at once.
 
-    Raises: ConfigError, ModelError, before anything is served.
+    Raises: ConfigError, ModelError, before anything is served; EngineDead if the engine fails, so that the
+        process ends and its supervisor starts another.
     """
     logging.basicConfig(level=config.observability.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    # Before there is an event loop: that one would keep an interrupt to itself until the model is loaded.
     core = build_core(config)
+    asyncio.run(_serve(config, core))
+
+
+async def _serve(config: Config, core: Core) -> None:
     server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus)
     is_serving = False
     telemetry = Telemetry.start(
         config.observability, core.engine, core.bus, lambda: is_serving, lambda: core.engine.is_alive, os.environ
     )
     port = await server.start()
-    await core.engine.start()
-    await server.set_serving()
-    is_serving = True
-    address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
-    logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
-    await _wait_for_signal()
-    is_serving = False
-    logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
-    await server.stop()
-    await core.engine.stop()
-    await asyncio.to_thread(telemetry.shutdown, 2.0)
+    stopping = asyncio.Event()
+    try:
+        await core.engine.start(on_death=stopping.set)
+        await server.set_serving()
+        is_serving = True
+        address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
+        logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
+        await _wait_for_signal(stopping)
+        if not core.engine.is_alive:
+            raise EngineDead("the engine has failed, see the log; start the server again")
+        logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
+    finally:
+        is_serving = False
+        await server.stop()
+        await core.engine.stop()
+        await asyncio.to_thread(telemetry.shutdown, 2.0)
 
 
 def _check_budget(config: Config) -> None:
@@ -173,12 +184,11 @@ def _log_capacity(info: ModelInfo) -> None:
         logger.warning("requests over %d tokens do not fit into the KV cache and are refused", info.max_request_len)
 
 
-async def _wait_for_signal() -> None:
-    """Return at the first SIGINT or SIGTERM; a second one then ends the process the default way."""
+async def _wait_for_signal(stopping: asyncio.Event) -> None:
+    """Return once `stopping` is set: by SIGINT or SIGTERM, of which a second one ends the process the default way."""
     loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    await stopped.wait()
+        loop.add_signal_handler(number, stopping.set)
+    await stopping.wait()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)

@@ -1,7 +1,6 @@
 """`outrider serve`: builds the configuration and runs the server."""
 
 import argparse
-import asyncio
 import os
 
 from server.config_sources import add_arguments, resolve
@@ -21,5 +20,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from server.compose import serve  # imports torch, which --print-config can do without
 
-    asyncio.run(serve(resolved.config))
+    serve(resolved.config)
     return 0

@@ -69,6 +69,7 @@ class NativeEngine:
         self._snapshot = scheduler.statistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_warm: asyncio.Future[None]
+        self._on_death: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="outrider-step", daemon=True)
         self._is_dead = False
 
@@ -84,12 +85,15 @@ class NativeEngine:
         """Whether the step thread runs."""
         return self._thread.is_alive() and not self._is_dead
 
-    async def start(self) -> None:
+    async def start(self, on_death: Callable[[], None] = lambda: None) -> None:
         """Start the step thread and wait until it is warm; requests may be opened meanwhile.
 
         Called once, on the event loop that will read the streams.
+
+        Args: on_death: called there if the step thread dies, once open streams have ended with EngineDead.
         """
         self._loop = asyncio.get_running_loop()
+        self._on_death = on_death
         self._is_warm = self._loop.create_future()
         self._thread.start()
         await self._is_warm
@@ -191,6 +195,7 @@ class NativeEngine:
         except Exception as error:
             self._is_dead = True
             self._post(partial(self._is_warm.set_exception, error))
+            self._post(partial(self._close_all, EngineDead("the engine did not start")))
             return
         self._post(partial(self._is_warm.set_result, None))
         try:
@@ -200,6 +205,7 @@ class NativeEngine:
             logger.exception("the step thread has died")
             self._is_dead = True
             self._post(partial(self._close_all, EngineDead("the engine has failed; the server must be restarted")))
+            self._post(self._on_death)
 
     def _take_messages(self) -> bool:
         """Run what others left; wait for more while there is nothing to do. Returns: False to stop."""
