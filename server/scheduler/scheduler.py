@@ -4,7 +4,6 @@ There is no prefill phase and no decode phase. A sequence has tokens that are kn
 whose KV is computed; each step spends a token budget on closing the gap, plus drafts to verify.
 """
 
-from bisect import insort
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,8 @@ from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.policy import order_key
 from server.scheduler.sequence import InFlight, Sequence, sampling_key
 from server.scheduler.statistics import Counters
+from server.scheduler.stop_rules import apply_stop_rules
+from server.scheduler.waiting import WaitingQueue
 
 
 class Scheduler:
@@ -47,7 +48,7 @@ class Scheduler:
         self._block_size = model_info.block_size
         self._watermark = int(config.watermark * pool.num_usable)
         self._batch = RunningBatch(pool, config.max_num_seqs)
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue()
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._next_seq_id = 0
@@ -61,7 +62,7 @@ class Scheduler:
         primary = order_key(request, self._config.scheduling_policy, self._config.priority_ageing_seconds)
         fingerprint = self._info.fingerprint
         if not self._enable_prefix_caching:  # a root of its own: the choices share blocks, nobody else does
-            fingerprint += request.request_id.encode()
+            fingerprint += b"/%d" % self._next_seq_id
         root = root_hash(fingerprint, request.cache_salt)
         shares_blocks = len(request.prompt_token_ids) > self._block_size
         leader: Sequence | None = None
@@ -82,7 +83,7 @@ class Scheduler:
             self._next_seq_id += 1
             self._by_id[sequence.seq_id] = sequence
             self._by_request.setdefault(request.request_id, []).append(sequence)
-            insort(self._waiting, sequence, key=lambda s: s.order)
+            self._waiting.add(sequence)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, without an output; unknown ids are ignored."""
@@ -103,9 +104,9 @@ class Scheduler:
         """Plan the next step. Returns: None if nothing can be launched now."""
         now = self._clock()
         self._expire(now)
+        held = self._make_room()
         rows: list[PlanRow] = []
         budget = TokenBudget(self._config, self._batch.sequences, has_waiting=bool(self._waiting))
-        held: set[Sequence] = set()
         is_short_of_blocks = False
         for sequence in list(self._batch.sequences):
             if sequence.slot is None or sequence in held:
@@ -128,20 +129,37 @@ class Scheduler:
 
     def _launch_row(self, sequence: Sequence, wanted: InFlight, new_blocks: list[int]) -> PlanRow:
         assert sequence.slot is not None
-        prompt_logprobs = sequence.request.sampling.prompt_logprobs if sequence.needs_prompt_logprobs else None
+        start = sequence.computed_upper
+        is_in_prompt = start < sequence.num_prompt - 1  # the last position has the first output token as its target
+        wants_prompt_logprobs = is_in_prompt and sequence.needs_prompt_logprobs
         row = PlanRow(
             slot=sequence.slot,
             seq_id=sequence.seq_id,
             epoch=sequence.epoch,
             num_query=wanted.num_query,
             num_drafts=wanted.num_drafts,
-            context_bound=min(sequence.computed_upper + wanted.num_query, sequence.limit),
+            context_bound=min(start + wanted.num_query, sequence.limit),
             is_sampling=wanted.is_sampling,
             new_block_ids=tuple(new_blocks),
-            num_prompt_logprobs=prompt_logprobs,
+            num_prompt_logprobs=sequence.request.sampling.prompt_logprobs if wants_prompt_logprobs else None,
         )
         sequence.in_flight.append(wanted)
         return row
+
+    def _make_room(self) -> set[Sequence]:
+        """Under the priority policy, give up the last running sequence's seat for one that goes before it.
+
+        Returns: that sequence if it is in flight: held back now, it can be preempted once it has settled.
+        """
+        if self._config.scheduling_policy != "priority" or self._batch.has_free_slot or self._batch.draining:
+            return set()
+        first, victim = self._waiting.first_ready(), self._batch.sequences[-1]
+        if first is None or first.order > victim.order:
+            return set()
+        if victim.in_flight:
+            return {victim}
+        self._preempt(victim)
+        return set()
 
     def _grow(self, sequence: Sequence, end: int, held: set[Sequence]) -> list[int] | None:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
@@ -165,17 +183,16 @@ class Scheduler:
         sequence.num_next_drafts = 0
         if sequence.needs_prompt_logprobs:
             sequence.prompt_logprobs.clear()
-        insort(self._waiting, sequence, key=lambda s: s.order)
+        self._waiting.add(sequence)
         self.counters.num_preemptions += 1
 
     def _admit(self, budget: TokenBudget, rows: list[PlanRow], now: float) -> list[SequenceStart]:
         """Start waiting sequences, in order, while seats, blocks and budget last."""
         starts: list[SequenceStart] = []
-        for sequence in list(self._waiting):
+        for sequence in self._waiting:
             if not sequence.is_ready():
                 continue
             if not self._batch.has_free_slot:
-                self._make_room_for(sequence)
                 break
             start = self._try_start(sequence, budget)
             if start is None:
@@ -189,14 +206,6 @@ class Scheduler:
             budget.take(wanted)
             rows.append(self._launch_row(sequence, wanted, []))
         return starts
-
-    def _make_room_for(self, sequence: Sequence) -> None:
-        """Under the priority policy, give up the last running sequence's seat for one that goes before it."""
-        if self._config.scheduling_policy != "priority":
-            return
-        victim = self._batch.sequences[-1] if len(self._batch) else None
-        if victim is not None and victim.order > sequence.order and not victim.in_flight:
-            self._preempt(victim)
 
     def _try_start(self, sequence: Sequence, budget: TokenBudget) -> SequenceStart | None:
         """Seat a waiting sequence if all its known tokens fit above the watermark, else None."""
@@ -262,7 +271,7 @@ class Scheduler:
         is_first = len(sequence.token_ids) == sequence.num_prompt
         num_accepted = len(row.token_ids) - 1
         sequence.num_computed = len(sequence.token_ids) + num_accepted
-        kept, reason = self._apply_stop_rules(sequence, row.token_ids)
+        kept, reason = apply_stop_rules(sequence, row.token_ids)
         sequence.token_ids += kept
         sequence.num_next_drafts = row.num_next_drafts
         self._publish(sequence)
@@ -283,21 +292,6 @@ class Scheduler:
         if reason is not None:
             self._end(sequence)
 
-    def _apply_stop_rules(
-        self, sequence: Sequence, token_ids: tuple[int, ...]
-    ) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the first that ends the sequence, and why it does."""
-        request = sequence.request
-        first_eligible = sequence.num_prompt + request.sampling.min_tokens
-        kept: list[int] = []
-        for position, token_id in enumerate(token_ids, start=len(sequence.token_ids)):
-            kept.append(token_id)
-            if token_id in request.stop_token_ids and position >= first_eligible:
-                return kept, FinishReason.STOP
-            if position + 1 >= sequence.limit:
-                return kept, FinishReason.LENGTH
-        return kept, None
-
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks that are full of settled tokens."""
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
@@ -308,11 +302,11 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         """End requests whose deadline has passed; a queued one is never started."""
-        for sequence in [*self._waiting, *self._batch.sequences]:
-            deadline = sequence.request.deadline_s
-            if deadline is not None and deadline <= now and not sequence.is_finished:
-                phase = "queued" if sequence.scheduled_s is None else "running"
-                self._fail(sequence, Failure.EXPIRED, phase, now)
+        for choices in list(self._by_request.values()):
+            deadline = choices[0].request.deadline_s
+            if deadline is not None and deadline <= now:
+                is_running = any(sequence.scheduled_s is not None for sequence in choices)
+                self._fail(choices[0], Failure.EXPIRED, "running" if is_running else "queued", now)
 
     def _fail(self, sequence: Sequence, failure: Failure, error: str, now: float) -> None:
         """End a whole request with an error."""
@@ -355,17 +349,12 @@ class Scheduler:
         """Whether anything waits, runs or drains."""
         return bool(self._by_id or self._batch.draining)
 
-    def next_deadline(self) -> float | None:
-        """The earliest deadline of any live request."""
-        deadlines = (sequence.request.deadline_s for sequence in self._by_id.values())
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
-
     def statistics(self) -> EngineStatistics:
         """A frozen snapshot."""
         counters = self.counters
         return EngineStatistics(
             num_running=len(self._batch),
-            num_waiting=len({sequence.request.request_id for sequence in self._waiting}),
+            num_waiting=self._waiting.num_requests,
             kv_blocks_total=self._pool.num_usable,
             kv_blocks_free=self._pool.num_free,
             prefix_query_tokens=counters.prefix_query_tokens,

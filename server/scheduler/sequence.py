@@ -101,6 +101,4 @@ class Sequence:
     def is_ready(self) -> bool:
         """Whether its leader has published the prompt's full blocks, or never will."""
         leader = self.leader
-        if leader is None or leader.is_finished or leader.epoch > 0:
-            return True
-        return leader.num_computed >= leader.num_prompt
+        return leader is None or leader.is_finished or leader.num_computed >= leader.num_prompt
