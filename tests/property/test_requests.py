@@ -35,7 +35,7 @@ float32 = st.one_of(
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)  # the wire carries no surrogates
 ids = st.lists(uint32, max_size=20).map(lambda values: pb.TokenIds(ids=values))
 messages = st.lists(st.builds(pb.ChatMessage, role=texts, content=texts), max_size=3)
-prompts = st.one_of(
+prompts: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"text": st.one_of(texts, st.integers(0, 3000).map(lambda size: "a b" * size))}),
     st.fixed_dictionaries({"token_ids": st.one_of(ids, st.integers(395, 520).map(lambda n: pb.TokenIds(ids=[7] * n)))}),
