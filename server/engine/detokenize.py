@@ -11,6 +11,8 @@ from server.request import SamplingParams
 REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3
 """An incomplete character decodes to one U+FFFD, or with byte-fallback tokenizers to one per byte: at most 3."""
+PROMPT_CONTEXT = 5
+"""Prompt tokens that output is decoded behind, up to MAX_INCOMPLETE more where that would cut a character."""
 
 
 class Decoder(Protocol):
@@ -23,33 +25,46 @@ class Decoder(Protocol):
 class IncrementalDecoder:
     """Decodes one growing list of ids.
 
-    Text is decoded over a window that starts before what was returned last, since a token's text
-    depends on its left neighbours. The window moves on whenever the text ends between characters.
+    Text is decoded over a window of what ended between characters last and everything since, as
+    a token's text depends on its left neighbours (word starts, spaces before punctuation).
     """
 
     def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._decoder = decoder
         self._skip_special_tokens = skip_special_tokens
-        self._ids = list(prompt_token_ids[-5:])  # enough context for word-start markers
-        self._window_start = 0
-        self._returned = len(self._decode(0))
+        self._context: list[int] = []
+        self._context_text = ""
+        self._returned = 0
+        self._new: list[int] = []
+        for length in range(PROMPT_CONTEXT, PROMPT_CONTEXT + MAX_INCOMPLETE + 1):
+            self._set_context(list(prompt_token_ids[-length:]))
+            if not self._context_text.startswith(REPLACEMENT):
+                return
+        self._set_context([])  # no characters even there: bytes that would spoil what follows
 
     def push(self, token_id: int) -> tuple[str, bool]:
         """The text this token completes, and whether the text now ends between characters."""
-        num_before = len(self._ids)
-        self._ids.append(token_id)
-        text = self._decode(self._window_start)
+        self._new.append(token_id)
+        text = self._decode(self._context + self._new)
         num_incomplete = min(MAX_INCOMPLETE, len(text) - len(text.rstrip(REPLACEMENT)))
+        if num_incomplete and len(self._new) <= MAX_INCOMPLETE and not text.startswith(self._context_text):
+            return "", False  # with byte fallback an incomplete character takes the bytes before it along
         stable = max(self._returned, len(text) - num_incomplete)
         new_text = text[self._returned : stable]
         self._returned = stable
-        if num_incomplete == 0:
-            self._window_start = num_before
-            self._returned = len(self._decode(self._window_start))
+        if num_incomplete == 0 and new_text:
+            self._set_context(self._new)
+        elif num_incomplete == 0:  # a token without text is no context: its right neighbour would seem to come first
+            self._new = []
         return new_text, num_incomplete == 0
 
-    def _decode(self, start: int) -> str:
-        return self._decoder.decode(self._ids[start:], skip_special_tokens=self._skip_special_tokens)
+    def _set_context(self, token_ids: list[int]) -> None:
+        self._context, self._new = token_ids, []
+        self._context_text = self._decode(token_ids)
+        self._returned = len(self._context_text)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 @dataclass(slots=True)
