@@ -39,8 +39,9 @@ def test_long_prompt_is_chunked_beside_decodes() -> None:
 
 
 def test_threshold_limits_one_prompt_and_partial_prefills_limit_prompts() -> None:
-    config = {"long_prefill_token_threshold": 5, "max_num_partial_prefills": 2}
-    core = make_core(num_blocks=64, enable_prefix_caching=False, **config)
+    core = make_core(
+        num_blocks=64, enable_prefix_caching=False, long_prefill_token_threshold=5, max_num_partial_prefills=2
+    )
     for name in "abc":
         core.scheduler.add(make_request(name, range(12), max_tokens=1))
     assert queries(core.step()) == [(0, 5), (1, 5)]
@@ -265,8 +266,7 @@ def test_fcfs_takes_no_seat() -> None:
 
 def test_low_priority_ages() -> None:
     """With a stream of urgent requests a low one still starts, after priority x ageing seconds."""
-    config = {"scheduling_policy": "priority", "priority_ageing_seconds": 5.0}
-    core = make_core(max_num_seqs=1, num_blocks=32, **config)
+    core = make_core(max_num_seqs=1, num_blocks=32, scheduling_policy="priority", priority_ageing_seconds=5.0)
     core.scheduler.add(make_request("low", range(4), max_tokens=2, priority=3))
     for second in range(40):
         core.clock.now_s = float(second)
