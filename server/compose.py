@@ -18,6 +18,7 @@ from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kv.block_pool import BlockPool
 from server.model.device import choose_device, choose_dtype
+from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
 from server.preprocess import Preprocessor
@@ -56,6 +57,8 @@ def build_core(config: Config) -> Core:
         logger.info("%d threads", torch.get_num_threads())
     _check_budget(config)
     loaded = load_model(config.model, device, dtype)
+    if can_pack(device, dtype):
+        pack_linears(loaded.model.base_model)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
     proposer = None if config.speculative is None else build_proposer(config.speculative)
     num_drafts = 0 if proposer is None else proposer.num_speculative_tokens

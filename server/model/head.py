@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.errors import ModelError
+from server.model.fusion import PackedLinear, can_pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,27 +18,36 @@ class LMHead:
     Attributes:
         weight: [vocab, hidden]; bias: [vocab] or None; both the model's own tensors.
         scale: factor on the logits. softcap: logits become softcap * tanh(logits / softcap).
+        packed: the same projection with its weight packed, for the whole vocabulary; None where that is no gain.
     """
 
     weight: Tensor
     bias: Tensor | None
     scale: float
     softcap: float | None
+    packed: PackedLinear | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: PreTrainedConfig) -> "LMHead":
-        """The head of a loaded model."""
+        """The head of a loaded model, its weight packed in addition where the CPU gains by it."""
         layer = model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         bias = getattr(layer, "bias", None)
-        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None))
+        packed = PackedLinear(layer.weight, bias) if can_pack(layer.weight.device, layer.weight.dtype) else None
+        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed)
 
     @property
     def vocab_size(self) -> int:
         """Rows of the projection."""
         return self.weight.shape[0]
 
-    def logits(self, hidden: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole vocabulary: [..., hidden] -> [..., vocab] float32."""
+        if self.packed is not None:
+            return self._adjust(self.packed(hidden))
+        return self._adjust(linear(hidden, self.weight, self.bias))
+
+    def logits_between(self, hidden: Tensor, start: int, end: int) -> Tensor:
         """Logits of the tokens in [start, end): [..., hidden] -> [..., end - start] float32."""
         bias = None if self.bias is None else self.bias[start:end]
         return self._adjust(linear(hidden, self.weight[start:end], bias))

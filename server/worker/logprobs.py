@@ -70,7 +70,7 @@ def prompt_logprobs(head: LMHead, hidden: Tensor, target_ids: Tensor, num_top: i
     top = target.new_empty(num_rows, 0)
     top_ids = target_ids.new_empty(num_rows, 0)
     for start in range(0, head.vocab_size, VOCAB_CHUNK):
-        logits = head.logits(hidden, start, start + VOCAB_CHUNK)
+        logits = head.logits_between(hidden, start, start + VOCAB_CHUNK)
         normaliser = torch.logaddexp(normaliser, logits.logsumexp(-1))
         token_ids = torch.arange(start, start + logits.shape[1], device=hidden.device)
         # The target's logit was computed by another reduction: it must not outrank itself.

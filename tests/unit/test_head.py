@@ -60,7 +60,7 @@ def test_logits_equal_the_model_s_own(device_name: str, name: str) -> None:
     expected = model(token_ids, use_cache=False).logits[0]
     assert expected.abs().max() > 1, "a comparison of zeros shows nothing"
     torch.testing.assert_close(head.logits(hidden), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(head.logits(hidden, 40, 90), expected[:, 40:90], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.logits_between(hidden, 40, 90), expected[:, 40:90], rtol=1e-5, atol=1e-5)
     targets = torch.arange(60, 79, device=device_name)
     torch.testing.assert_close(
         head.logits_at(hidden, targets), expected.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5

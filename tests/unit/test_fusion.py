@@ -1,0 +1,72 @@
+"""Packed and merged layers give what the plain ones give, to bfloat16's precision."""
+
+import pytest
+import torch
+from torch import nn
+
+from server.model.fusion import MergedLinear, PackedLinear, can_pack, pack_linears
+
+pytestmark = pytest.mark.skipif(
+    not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 in oneDNN"
+)
+
+
+class _Attention(nn.Module):
+    def __init__(self, *, has_bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, size, bias=has_bias) for size in (96, 32, 32))
+        self.o_proj = nn.Linear(96, 64, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.q_proj(inputs), self.k_proj(inputs), self.v_proj(inputs)
+        outputs: torch.Tensor = self.o_proj(query + torch.cat((key, value, key), -1))
+        return outputs
+
+
+class _Decoder(nn.Module):
+    def __init__(self, *, has_bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Attention(has_bias=has_bias) for _ in range(2))
+        self.gate_proj = nn.Linear(64, 48, bias=False)
+        self.up_proj = nn.Linear(32, 48, bias=False)  # of another input: can not be merged
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        outputs: torch.Tensor = self.gate_proj(inputs) * self.up_proj(inputs[..., :32])
+        return outputs
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_decoder_computes_the_same(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    decoder = _Decoder(has_bias=has_bias).bfloat16().requires_grad_(False)
+    inputs = torch.randn(1, 7, 64).bfloat16()
+    expected = decoder(inputs)
+    pack_linears(decoder)
+    assert not any(type(module) is nn.Linear for module in decoder.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(decoder(inputs), expected)
+        torch.testing.assert_close(decoder(inputs.clone()), expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (1000, 576)])
+def test_any_number_of_rows(rows: int, columns: int) -> None:
+    torch.manual_seed(1)
+    weight = (torch.randn(rows, columns) * 0.05).bfloat16()
+    inputs = torch.randn(33, columns).bfloat16()
+    packed = PackedLinear(weight, None)
+    with torch.inference_mode():
+        for count in (1, 2, 3, 6, 16, 17, 33):
+            torch.testing.assert_close(packed(inputs[:count]), torch.nn.functional.linear(inputs[:count], weight))
+
+
+def test_merged_layers_see_a_new_input() -> None:
+    torch.manual_seed(2)
+    layers = [nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False) for _ in range(2)]
+    merged = MergedLinear(layers)
+    with torch.inference_mode():
+        for _ in range(2):
+            inputs = torch.randn(3, 32).bfloat16()
+            for index, layer in enumerate(layers):
+                torch.testing.assert_close(merged.part(inputs, index), layer(inputs))
