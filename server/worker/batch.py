@@ -45,6 +45,10 @@ class BatchState:
         self.presence_penalty = column(torch.float32)
         self.max_drafts = column(torch.int32)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, for whoever wants to save and restore the state."""
+        return tuple(value for value in vars(self).values() if isinstance(value, Tensor))
+
     def start(self, starts: Sequence[SequenceStart]) -> None:
         """Fill the slots of sequences that enter the batch."""
         if not starts:
@@ -71,6 +75,7 @@ class BatchState:
             column[slots] = upload(values, column.dtype)
         for start in starts:
             self.token_ids[start.slot, : len(start.token_ids)] = upload(start.token_ids, torch.int32)
+            self.block_table[start.slot].zero_()
             self.block_table[start.slot, : len(start.block_ids)] = upload(start.block_ids, torch.int32)
             self._num_blocks[start.slot] = len(start.block_ids)
 

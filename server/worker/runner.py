@@ -18,7 +18,7 @@ from server.worker.transfer import Transfer
 
 
 class Runner:
-    """Implements plan.Executor; owns the batch state and the KV tensor, used from the step thread only.
+    """Implements plan.Executor; owns `batch`, `kv` and `slots`, used from the step thread only.
 
     `launch` queues a whole step on the device without waiting for it: what depends on generated
     tokens (positions, accepted drafts, new drafts) is computed there.
@@ -37,22 +37,22 @@ class Runner:
         """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
         self._model = model.base_model
         self._head = head
-        self._kv = kv
+        self.kv = kv
         self._block_size = kv.shape[3]
         self._proposer = proposer
         self._max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
         self._transfer = Transfer(kv.device)
-        self._batch = BatchState(num_slots, max_tokens, self._block_size, self._max_drafts, self._transfer)
-        self._logits_processor = LogitsProcessor(self._batch, head.vocab_size, self._transfer)
-        self._sampler = Sampler(self._batch)
-        self._slots: dict[int, SlotInfo] = {}
+        self.batch = BatchState(num_slots, max_tokens, self._block_size, self._max_drafts, self._transfer)
+        self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
+        self._sampler = Sampler(self.batch)
+        self.slots: dict[int, SlotInfo] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step on the device."""
         self._start(plan)
-        self._batch.append_blocks(plan.rows)
-        inputs = lay_out(plan.rows, self._slots, self._max_drafts, self._transfer)
+        self.batch.append_blocks(plan.rows)
+        inputs = lay_out(plan.rows, self.slots, self._max_drafts, self._transfer)
         outputs = self.step(inputs)
         return StepHandle(inputs, outputs.download(self._transfer), self._transfer.record_event())
 
@@ -60,7 +60,7 @@ class Runner:
         """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
         hidden, is_broken = self._forward(inputs)
         prompt = self._prompt_logprobs(inputs, hidden)
-        self._batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
+        self.batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
         sampled = None if inputs.sampling is None else self._sample(inputs.sampling, hidden)
         return StepTensors(is_broken, sampled, prompt)
 
@@ -69,23 +69,23 @@ class Runner:
         return handle.settle()
 
     def _start(self, plan: StepPlan) -> None:
-        self._batch.start(plan.starts)
+        self.batch.start(plan.starts)
         for start in plan.starts:
-            self._slots[start.slot] = SlotInfo.of(start)
+            self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """The target's forward. Returns: [T, hidden], and [N] bool, rows that went NaN or infinite."""
-        batch = self._batch
+        batch = self.batch
         slots = inputs.slots[inputs.token_row]
         positions = batch.num_computed[slots] + inputs.token_offset
         is_real = inputs.token_offset < inputs.num_query[inputs.token_row]
         is_real &= positions < batch.num_tokens[slots] + batch.num_drafts[slots]
-        token_ids = torch.where(is_real, batch.token_ids[slots, positions.clamp(max=batch.width - 1)], 0)
-        block_index = (positions // self._block_size).clamp(max=batch.block_table.shape[1] - 1)
-        blocks = torch.where(is_real, batch.block_table[slots, block_index], 0)
+        positions = torch.where(is_real, positions, 0)  # padding may lie beyond what the model can embed
+        token_ids = torch.where(is_real, batch.token_ids[slots, positions], 0)
+        blocks = torch.where(is_real, batch.block_table[slots, positions // self._block_size], 0)
         step = AttentionStep(
-            kv=self._kv,
+            kv=self.kv,
             write_blocks=blocks.long(),
             write_offsets=positions % self._block_size,
             groups=self._attention_groups(inputs, positions),
@@ -114,7 +114,7 @@ class Runner:
                     first_token=group.first_token,
                     num_rows=group.num_rows,
                     num_query=group.num_query,
-                    block_table=self._batch.block_table[slots, :num_blocks].long(),
+                    block_table=self.batch.block_table[slots, :num_blocks].long(),
                     positions=positions[tokens].view(group.num_rows, group.num_query),
                 )
             )
@@ -122,7 +122,7 @@ class Runner:
 
     def _sample(self, sampling: SamplingRows, hidden: Tensor) -> SampledTensors:
         """Process the logits, verify the drafts, append what was generated, draft anew."""
-        batch = self._batch
+        batch = self.batch
         slots = sampling.slots
         offsets = torch.arange(sampling.num_positions, device=slots.device)
         flat = torch.minimum(sampling.first_token[:, None] + offsets, sampling.last_token[:, None])
@@ -166,7 +166,7 @@ class Runner:
         """Put new drafts behind the known tokens of the rows that speculate."""
         if self._proposer is None or sampling.drafting is None:
             return
-        batch = self._batch
+        batch = self.batch
         slots = sampling.drafting.of(sampling.slots)
         num_tokens = batch.num_tokens[slots]
         bound = max(sampling.rows[i].context_bound for i in sampling.drafting.index) + 1
@@ -184,9 +184,11 @@ class Runner:
             if row.num_prompt_logprobs is None:
                 continue
             start = row.context_bound - row.num_query
-            end = min(row.context_bound, self._slots[row.slot].num_prompt - 1)
+            end = min(row.context_bound, self.slots[row.slot].num_prompt - 1)
+            if end <= start:
+                continue  # planned before the prompt's last chunk had settled
             first = inputs.first_tokens[i]
-            targets = self._batch.token_ids[row.slot, start + 1 : end + 1].long()
+            targets = self.batch.token_ids[row.slot, start + 1 : end + 1].long()
             found[i] = prompt_logprobs(
                 self._head, hidden[first : first + end - start], targets, row.num_prompt_logprobs
             )
