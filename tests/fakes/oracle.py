@@ -1,0 +1,49 @@
+"""Prompts with transformers' own greedy answers, and engines compared with them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from server.request import SamplingParams
+from tests.fakes.native_engine import EngineUnderTest
+from tests.fakes.prompts import load_prompts
+from tests.fakes.reference_model import ForkCounter, Greedy, Reference
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A model, the prompts as its tokens, and the answers transformers gives to them.
+
+    `limit` is the context length of the engines under test.
+    """
+
+    folder: Path
+    limit: int
+    max_tokens: int
+    prompts: list[list[int]]
+    answers: list[Greedy]
+    forks: ForkCounter
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Prompts with their answers."""
+        return [prompt + answer.token_ids for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    def check(self, engine: EngineUnderTest, arrivals: random.Random | None = None) -> None:
+        """Generate for all prompts and compare."""
+        params = SamplingParams(temperature=0, max_tokens=self.max_tokens, ignore_eos=True)
+        outcomes = engine.generate(self.prompts, params, arrivals=arrivals)
+        for expected, outcome in zip(self.answers, outcomes, strict=True):
+            self.forks.check(expected, outcome.only.token_ids)
+
+
+def ask_transformers(folder: Path, device: str, *, limit: int, max_tokens: int, chosen: Sequence[int]) -> Oracle:
+    """An oracle for the prompts of these numbers."""
+    everything = load_prompts(AutoTokenizer.from_pretrained(folder), limit)
+    prompts = [everything[number] for number in chosen]
+    reference = Reference(folder, device)
+    answers = [reference.greedy(prompt, min(max_tokens, limit - len(prompt))) for prompt in prompts]
+    return Oracle(folder, limit, max_tokens, prompts, answers, ForkCounter())

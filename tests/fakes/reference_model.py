@@ -1,0 +1,81 @@
+"""transformers itself, as the oracle of what a model says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+TIE_GAP = 1e-4
+"""Where the two likeliest logits are closer, float32 rounding may choose either."""
+TOKENS_PER_FORK = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """A greedy answer, and for each token how far its logit was above the next."""
+
+    token_ids: list[int]
+    gaps: list[float]
+
+
+class Reference:
+    """A model as transformers loads it; greedy answers are kept."""
+
+    def __init__(self, folder: Path | str, device: str, dtype: torch.dtype = torch.float32) -> None:
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        )
+        self.model.to(device).eval()
+        self._device = device
+        self._answers: dict[tuple[tuple[int, ...], int, int | None], Greedy] = {}
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int, *, eos_token_id: int | None = None) -> Greedy:
+        """transformers' own generate; None as EOS never stops."""
+        key = (tuple(prompt), max_tokens, eos_token_id)
+        if key not in self._answers:
+            self._answers[key] = self._generate(*key)
+        return self._answers[key]
+
+    @torch.inference_mode()
+    def _generate(self, prompt: tuple[int, ...], max_tokens: int, eos_token_id: int | None) -> Greedy:
+        input_ids = torch.tensor([prompt], device=self._device)
+        self.model.generation_config = GenerationConfig(eos_token_id=eos_token_id, pad_token_id=0)
+        output = self.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best_two = torch.cat(output.logits).topk(2, dim=-1).values
+        gaps = (best_two[:, 0] - best_two[:, 1]).tolist()
+        return Greedy(output.sequences[0, len(prompt) :].tolist(), gaps)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> Tensor:
+        """[len(token_ids), vocab] float32 of one plain forward, on the CPU."""
+        logits: Tensor = self.model(torch.tensor([list(token_ids)], device=self._device), use_cache=False).logits
+        return logits[0].float().cpu()
+
+
+class ForkCounter:
+    """Compares answers with the oracle; ids may differ from a tie on, and ties must be rare."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.num_forks = 0
+
+    def check(self, expected: Greedy, token_ids: Sequence[int]) -> None:
+        """Compare one answer."""
+        assert len(token_ids) == len(expected.token_ids)
+        for i, (wanted, got) in enumerate(zip(expected.token_ids, token_ids, strict=True)):
+            self.num_tokens += 1
+            if wanted != got:
+                assert expected.gaps[i] < TIE_GAP, f"token {i} is {got}, not {wanted}, by a gap of {expected.gaps[i]}"
+                self.num_forks += 1
+                break
+        assert self.num_forks <= max(1, self.num_tokens / TOKENS_PER_FORK)
