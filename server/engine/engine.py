@@ -63,6 +63,7 @@ class NativeEngine:
         self._warm_up = warm_up
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
+        self._queued: set[str] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._num_failed_steps = 0
@@ -114,11 +115,15 @@ class NativeEngine:
             raise EngineDead("the engine has stopped; the server must be restarted")
         if request_id in self._live:
             raise DuplicateRequest(request_id)
-        if (num_queued := self._num_queued()) >= self._max_queued:
+        if (num_queued := len(self._queued)) >= self._max_queued:
             message = f"the queue is full: {num_queued} requests wait, the limit is {self._max_queued}"
             raise Overloaded(message, retry_after_s=1.0)
-        live = LiveRequest(request_id, deadline_s)
-        self._live[request_id] = live
+        live = self._live[request_id] = LiveRequest(request_id)
+        self._queued.add(request_id)
+        if deadline_s is not None:
+            delay_s = deadline_s - self._clock()
+            expired = DeadlineExceeded(request_id, "tokenising")
+            live.expiry = asyncio.get_running_loop().call_later(delay_s, self._break_off, request_id, expired)
         return live.mailbox
 
     def submit(self, stream: RequestStream, request: Request) -> None:
@@ -127,13 +132,15 @@ class NativeEngine:
         if live is None or live.mailbox is not stream:
             return
         live.submit(request, self._decoder)
+        if live.expiry is not None:
+            live.expiry.cancel()
         self._inbox.put(partial(self._scheduler.add, request))
 
     def abort(self, request_id: str) -> bool:
         """End a live request; idempotent. Returns: whether a live request of that id was found."""
-        live = self._live.pop(request_id, None)
-        if live is None:
+        if request_id not in self._live:
             return False
+        live = self._remove(request_id)
         live.abort(self._clock())
         self._inbox.put(partial(self._scheduler.abort, request_id))
         return True
@@ -144,14 +151,18 @@ class NativeEngine:
         snapshot = self._snapshot
         return dataclasses.replace(snapshot, num_waiting=snapshot.num_waiting + num_tokenising)
 
-    def _num_queued(self) -> int:
-        return sum(not live.is_started for live in self._live.values())
+    def _remove(self, request_id: str) -> LiveRequest:
+        live = self._live.pop(request_id)
+        self._queued.discard(request_id)
+        if live.expiry is not None:
+            live.expiry.cancel()
+        return live
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
             live = self._live.get(output.request_id)
-            if live is None:
-                continue
+            if live is None or live.request is not output.request:
+                continue  # ended, and perhaps opened again under the same id
             try:
                 self._deliver_one(live, output)
             except Exception as error:  # detokenising: this request is broken, the others are not
@@ -164,17 +175,16 @@ class NativeEngine:
             self._break_off(output.request_id, self._failed(output.request_id, output.error, None))
         else:
             live.deliver(output, partial(self._stop_choice, output.request_id))
+            self._queued.discard(output.request_id)
             if live.is_finished:
-                live.mailbox.close()
-                del self._live[output.request_id]
+                self._remove(output.request_id).mailbox.close()
 
     def _stop_choice(self, request_id: str, choice: int) -> None:
         self._inbox.put(partial(self._scheduler.abort, request_id, choice))
 
     def _break_off(self, request_id: str, error: OutriderError) -> None:
         """End a live request with an error."""
-        live = self._live.pop(request_id)
-        live.mailbox.close(error)
+        self._remove(request_id).mailbox.close(error)
         self._inbox.put(partial(self._scheduler.abort, request_id))
 
     def _failed(self, request_id: str, message: str, error: Exception | None) -> RequestFailed:
@@ -183,9 +193,8 @@ class NativeEngine:
         return RequestFailed(message, error_id=error_id)
 
     def _close_all(self, error: OutriderError) -> None:
-        for live in self._live.values():
-            live.mailbox.close(error)
-        self._live.clear()
+        for request_id in list(self._live):
+            self._remove(request_id).mailbox.close(error)
 
     # -- the step thread -------------------------------------------------------------------
 
@@ -224,7 +233,11 @@ class NativeEngine:
         if plan is not None:
             launched_s = self._clock()
             self._in_flight.append((plan, self._launch(plan), launched_s))
-        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            # What a failed launch should have started is missing on the device: its rows must end first.
+            depth = 0 if isinstance(self._in_flight[-1][1], Exception) else self._depth
+        else:
+            depth = 0
+        while len(self._in_flight) > depth:
             self._settle_oldest()
         self._snapshot = self._scheduler.statistics()
         outputs = self._scheduler.take_outputs()

@@ -1,5 +1,6 @@
 """One request on the event loop's side: from scheduler outputs to stream events."""
 
+import asyncio
 from collections.abc import Callable
 
 from server.engine.detokenize import ChoiceText, Decoder
@@ -91,19 +92,22 @@ class LiveRequest:
     """A request between open() and its end; used from the event loop only.
 
     Before submit() it has a mailbox but no choices.
+
+    Attributes:
+        expiry: ends it at its deadline while it is not submitted; then the scheduler does.
     """
 
-    def __init__(self, request_id: str, deadline_s: float | None) -> None:
+    def __init__(self, request_id: str) -> None:
         self.mailbox = Mailbox(request_id)
-        self.deadline_s = deadline_s
+        self.expiry: asyncio.TimerHandle | None = None
         self.is_started = False
-        self._request: Request | None = None
+        self.request: Request | None = None
         self._choices: list[Choice] = []
 
     @property
     def is_submitted(self) -> bool:
         """Whether the engine has the tokenised request."""
-        return self._request is not None
+        return self.request is not None
 
     @property
     def is_finished(self) -> bool:
@@ -112,7 +116,7 @@ class LiveRequest:
 
     def submit(self, request: Request, decoder: Decoder) -> None:
         """Take in the tokenised request."""
-        self._request = request
+        self.request = request
         self._choices = [Choice(decoder, request, index) for index in range(request.sampling.n)]
 
     def deliver(self, output: SequenceOutput, stop_choice: Callable[[int], None]) -> None:
@@ -135,11 +139,11 @@ class LiveRequest:
             self._finish(choice, *end, now=output.settled_s)
 
     def _start(self, output: SequenceOutput) -> None:
-        assert self._request is not None
+        assert self.request is not None
         if not self.is_started:
             self.is_started = True
-            num_prompt = len(self._request.prompt_token_ids)
-            self.mailbox.put_first(Started(self._request.request_id, num_prompt, output.num_cached_tokens))
+            num_prompt = len(self.request.prompt_token_ids)
+            self.mailbox.put_first(Started(self.request.request_id, num_prompt, output.num_cached_tokens))
         if output.prompt_logprobs:
             self.mailbox.put_first(PromptLogprobs(output.prompt_logprobs))
 

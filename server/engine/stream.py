@@ -77,10 +77,10 @@ class Mailbox:
     def _next_nowait(self) -> StreamEvent | None:
         if self._first:
             return self._first.popleft()
+        if self._finished and self._finished[0].index not in self._unread:
+            return self._finished.popleft()
         if self._unread:
             index = next(iter(self._unread))
             unread = self._unread.pop(index)
             return Delta(index, "".join(unread.text), tuple(unread.token_ids), tuple(unread.logprobs))
-        if self._finished:
-            return self._finished.popleft()
         return None

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass
 
 from server.engine.protocol import FinishReason, PositionLogprobs
+from server.request import Request
 
 
 class Failure(enum.Enum):
@@ -18,6 +19,7 @@ class SequenceOutput:
     """New tokens of one choice, or its end, or both.
 
     Attributes:
+        request: as it was added; after an abort its id may come again with another one.
         token_ids: in order; where `finish_reason` is set the last one completed the choice.
         scheduled_s, settled_s: when the choice was first scheduled and when this step settled, on
             the engine's clock; scheduled_s is None for a choice that never was.
@@ -26,7 +28,7 @@ class SequenceOutput:
         failure, error: set where the whole request ends with an error.
     """
 
-    request_id: str
+    request: Request
     choice: int
     scheduled_s: float | None
     settled_s: float
@@ -40,3 +42,8 @@ class SequenceOutput:
     stop_token_id: int | None = None
     failure: Failure | None = None
     error: str = ""
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id

@@ -316,7 +316,7 @@ class Scheduler:
     def _report(self, sequence: Sequence, now: float, **news: Any) -> None:
         self._outputs.append(
             SequenceOutput(
-                request_id=sequence.request.request_id,
+                request=sequence.request,
                 choice=sequence.choice,
                 scheduled_s=sequence.scheduled_s,
                 settled_s=now,

@@ -76,7 +76,7 @@ def test_a_prompt_that_fits_is_not_partial() -> None:
 
 def test_only_so_many_prompts_are_partial_at_a_time() -> None:
     running = [sequence(i, num_prompt=10) for i in range(3)]
-    config = {"long_prefill_token_threshold": 4, "max_num_batched_tokens": 100}
+    config: dict[str, Any] = {"long_prefill_token_threshold": 4, "max_num_batched_tokens": 100}
     assert spend(budget(running, max_num_partial_prefills=2, **config), running) == [(4, 0, False), (4, 0, False), None]
     short = [sequence(0, num_prompt=10), sequence(1, num_prompt=3)]
     assert spend(budget(short, **config), short) == [(4, 0, False), (3, 0, True)]
