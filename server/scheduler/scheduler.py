@@ -295,10 +295,12 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks that are full of settled tokens."""
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // self._block_size
-        for i, digest in enumerate(sequence.hashes.up_to(sequence.token_ids, num_full)):
-            if i >= sequence.num_published:
-                self._pool.publish(sequence.block_ids[i], digest)
-        sequence.num_published = max(sequence.num_published, num_full)
+        if num_full <= sequence.num_published:
+            return
+        hashes = sequence.hashes.up_to(sequence.token_ids, num_full)
+        for i in range(sequence.num_published, num_full):
+            self._pool.publish(sequence.block_ids[i], hashes[i])
+        sequence.num_published = num_full
 
     def _expire(self, now: float) -> None:
         """End requests whose deadline has passed; a queued one is never started."""
