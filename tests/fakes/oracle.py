@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from server.request import SamplingParams
-from tests.fakes.native_engine import EngineUnderTest
+from tests.fakes.engine_under_test import EngineUnderTest
 from tests.fakes.prompts import load_prompts
 from tests.fakes.reference_model import ForkCounter, Greedy, Reference
 

@@ -12,7 +12,8 @@ class ScriptedProposer:
     """Drafts what follows in one of the given texts; implements proposers.base.Proposer.
 
     Args:
-        texts: prompt and answer of each sequence. error_rate: how often a draft token is another one.
+        texts: prompt and answer of each sequence; for any other, drafts are guesses.
+        error_rate: how often a draft token is a guess all the same.
     """
 
     def __init__(self, k: int, texts: Sequence[Sequence[int]], *, error_rate: float = 0.0, seed: int = 0) -> None:
@@ -29,8 +30,9 @@ class ScriptedProposer:
             inputs.slots.tolist(), inputs.num_tokens.tolist(), inputs.max_drafts.tolist(), strict=True
         ):
             known = inputs.token_ids[slot, :length].tolist()
-            text = next((text for text in self.texts if text[:length] == known), known)
-            rows.append([self._drafted(token_id) for token_id in text[length : length + min(k, most)]])
+            text = next((text for text in self.texts if text[:length] == known), None)
+            following = [self._guess() for _ in range(k)] if text is None else text[length : length + k]
+            rows.append([self._drafted(token_id) for token_id in following[:most]])
         device = inputs.slots.device
         padded = [row + [-1] * (k - len(row)) for row in rows]
         return Draft(
@@ -39,4 +41,7 @@ class ScriptedProposer:
         )
 
     def _drafted(self, token_id: int) -> int:
-        return self._rng.randrange(3, 200) if self._rng.random() < self._error_rate else token_id
+        return self._guess() if self._rng.random() < self._error_rate else token_id
+
+    def _guess(self) -> int:
+        return self._rng.randrange(3, 200)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.fakes.native_engine import engine_on, ngram
+from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.oracle import Oracle, ask_transformers
 from tests.fakes.scripted_proposer import ScriptedProposer
 from tests.tiny_model import build_tiny_model

@@ -10,7 +10,7 @@ import torch
 
 from server.errors import ModelError
 from server.model.resolve import pull
-from tests.fakes.native_engine import engine_on, ngram
+from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.oracle import Oracle, ask_transformers
 
 LIMIT = 320
