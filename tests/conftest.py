@@ -1,8 +1,13 @@
 """What every test runs under."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    # Kernels are interpreted on the CPU. Triton reads this as it is imported, by whichever test comes first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
 """Where tests of the worker run; read before settings from outside are cleared."""
@@ -32,3 +37,10 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def device_name() -> str:
     """The device that the worker's tests run on, as `--device` takes it: cpu, or cuda."""
     return DEVICE
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> str:
+    """Where kernels can be launched: on a GPU, or on the CPU through the interpreter."""
+    pytest.importorskip("triton", reason="there is no Triton for this platform")
+    return "cpu" if "TRITON_INTERPRET" in os.environ else "cuda"

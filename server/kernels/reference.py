@@ -51,3 +51,45 @@ def attention(
         logits = torch.cat((logits, sink_column), dim=-1)
     weights = logits.softmax(-1)[..., : mask.shape[-1]]
     return weights.to(value.dtype) @ value
+
+
+def paged_attention(
+    query: Tensor,
+    layer: Tensor,
+    first_token: Tensor,
+    num_query: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    scaling: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Each row's tokens against its own blocks; arguments as in paged_attention.paged_attention.
+
+    Returns: [T, heads, head_dim], NaN for tokens of no row. Reads lengths on the host.
+    """
+    output = torch.full_like(query, torch.nan)
+    for first, count, slot in zip(first_token.tolist(), num_query.tolist(), slots.tolist(), strict=True):
+        if count == 0:
+            continue
+        tokens = slice(first, first + count)
+        position = positions[tokens].clamp(min=int(positions[first]))
+        num_blocks = int(position.max()) // layer.shape[2] + 1
+        blocks = layer[block_table[slot, :num_blocks].long()]
+        key, value = blocks.transpose(0, 1).flatten(1, 2).chunk(2, dim=-1)
+        mask = attention_mask(position[None], key.shape[1], sliding_window)
+        rows = query[tokens].transpose(0, 1)[None]
+        attended = attention(rows, key[None], value[None], mask, scaling, softcap=softcap, sinks=sinks)
+        output[tokens] = attended[0].transpose(0, 1)
+    return output
+
+
+def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    """Store keys and values in their blocks; arguments as in kv_write.write_kv."""
+    largest = torch.finfo(layer.dtype).max
+    kv = torch.cat((key, value), dim=-1).float()
+    kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0).clamp(-largest, largest)
+    layer[blocks.long(), :, offsets.long()] = kv.to(layer.dtype)

@@ -1,0 +1,58 @@
+"""Triton where it is installed: modules with kernels can be imported everywhere, and launched where it is.
+
+Where there is no Triton, `tl` stands in for what the definition of a kernel touches; its body never runs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language
+
+    tl = triton.language
+except ModuleNotFoundError:  # no wheel for this platform
+    triton = None
+    tl = SimpleNamespace(constexpr=int, tensor=object)
+
+INTERPRETER_MULTIPROCESSORS = 2
+"""What is assumed where the interpreter runs: few, so that small tests are split."""
+
+
+def jit(*, unspecialised: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function as a kernel, or as a part of one, at its first launch.
+
+    Args: unspecialised: arguments that change from step to step. Triton compiles anew for an integer that
+        becomes 1 or a multiple of 16, and for a pointer that is no longer aligned to 16 bytes; a step
+        must not wait for that.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if triton is None:
+            return function
+        names = list(unspecialised)
+        return triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+
+    return decorate
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """Quotient of non-negative integers, rounded up."""
+    return -(-value // divisor)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is not below a positive integer."""
+    return 1 << (value - 1).bit_length()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run at once, at least."""
+    if device.type != "cuda":
+        return INTERPRETER_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

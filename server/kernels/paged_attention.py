@@ -1,0 +1,418 @@
+"""Attention of many rows, each over its own KV blocks: one kernel for one token and for thousands.
+
+The query tokens of a row and the query heads that share a KV head are laid out as the rows of one
+matrix, token by token, so that a KV tile is read once for all of them:
+
+    index  0           1           ...  G - 1       G           ...      G = heads / kv_heads
+           token 0     token 0          token 0     token 1
+           head 0      head 1           head G - 1  head 0
+
+A program takes BLOCK_M of those rows of one sequence and one KV head, and goes through the positions
+they see, BLOCK_N at a time, with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867;
+Dao 2023, arXiv:2307.08691). Where that gives too few programs to fill the device, the positions are
+split among several (flash-decoding) and a second kernel merges what they found. All that depends on
+lengths is read on the device: a launch depends on shapes alone and can be captured.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.kernels.jit import ceil_div, jit, next_power_of_2, num_multiprocessors, tl
+
+MAX_SPLITS = 64
+PROGRAMS_PER_MULTIPROCESSOR = 8
+SHORT_QUERY = 16
+"""Longest query whose positions are split; longer ones have programs enough."""
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How a launch is cut: tile sizes, powers of two from 16, and what Triton is told about them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
+    """The tiling for a matrix of `num_rows` query rows (tokens times heads per KV head).
+
+    A stage of Triton's pipeline goes to the block table and one to the keys and values that it points at, so
+    that five are needed to load one tile ahead of the one in use. float32 goes through the tensor cores as three
+    products of tf32, whose parts fill the registers: its tiles are small.
+    """
+    rows = max(16, next_power_of_2(num_rows))
+    if dtype == torch.float32:
+        return Tiling(min(rows, 32), 32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return Tiling(min(rows, 128), 32, num_warps=4 if rows < 64 else 8, num_stages=5)
+    return Tiling(min(rows, 128), 64, num_warps=4 if rows < 128 else 8, num_stages=5)
+
+
+def choose_num_splits(num_programs: int, context_bound: int, block_n: int, multiprocessors: int) -> int:
+    """Over how many programs each row's positions are split: a power of two.
+
+    Args: num_programs: without splitting. context_bound: no row sees more positions.
+    """
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(1, num_programs)
+    most = min(MAX_SPLITS, ceil_div(context_bound, block_n))
+    return 1 << (max(1, min(wanted, most)).bit_length() - 1)
+
+
+@jit()
+def _attend_tiles(
+    maximum: tl.tensor,
+    total: tl.tensor,
+    values: tl.tensor,
+    query: tl.tensor,
+    position: tl.tensor,
+    begin: int,
+    end: int,
+    kv_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    stride_block: int,
+    stride_slot: int,
+    scale: float,
+    softcap: float,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Take the positions [begin, end) into the running maximum (of powers of 2), sum and weighted values.
+
+    Unmasked tiles are those that every query row sees in full.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):
+        place = start + tl.arange(0, BLOCK_N)
+        if IS_MASKED:
+            is_there = place < end
+            block = tl.load(table_ptr + place // BLOCK_SIZE, mask=is_there, other=0)
+        else:
+            block = tl.load(table_ptr + place // BLOCK_SIZE)
+        offset = block.to(tl.int64) * stride_block + (place % BLOCK_SIZE) * stride_slot
+        pointer = kv_ptr + offset[:, None] + dim[None, :]
+        if IS_MASKED:
+            is_loaded = is_there[:, None] & (dim < HEAD_DIM)[None, :]
+            key = tl.load(pointer, mask=is_loaded, other=0.0)
+            value = tl.load(pointer + HEAD_DIM, mask=is_loaded, other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            key = tl.load(pointer, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+            value = tl.load(pointer + HEAD_DIM, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        else:
+            key = tl.load(pointer)
+            value = tl.load(pointer + HEAD_DIM)
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="tf32x3") * scale
+        if HAS_SOFTCAP:  # `scale` makes score / softcap times 2 log2 e here: tanh(x) = 1 - 2 / (1 + e^2x)
+            score = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(score)))
+        if IS_MASKED:
+            is_seen = place[None, :] <= position[:, None]
+            if WINDOW > 0:
+                is_seen = is_seen & (place[None, :] > position[:, None] - WINDOW)
+            score = tl.where(is_seen, score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 1))
+        # A row may have seen nothing yet: minus infinity less itself would be NaN.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2(score - shift[:, None])
+        decay = tl.exp2(maximum - shift)
+        total = total * decay + tl.sum(weight, 1)
+        values = values * decay[:, None]
+        value = value.to(query.dtype)
+        values = tl.dot(weight.to(query.dtype), value, values, input_precision="tf32x3")
+        maximum = new_maximum
+    return maximum, total, values
+
+
+@jit(unspecialised=("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "num_splits", "max_num_query"))
+def _attention_kernel(
+    query_ptr: tl.tensor,
+    layer_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    first_token_ptr: tl.tensor,
+    num_query_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    num_splits: int,
+    max_num_query: int,
+    scale: float,
+    softcap: float,
+    stride_query_token: int,
+    stride_query_head: int,
+    stride_out_token: int,
+    stride_out_head: int,
+    stride_block: int,
+    stride_kv_head: int,
+    stride_slot: int,
+    stride_table: int,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    LOG2_E: tl.constexpr,
+) -> None:
+    """Program (tile and split, KV head, row) of the grid; see the module's docstring."""
+    kv_head, row = tl.program_id(1), tl.program_id(2)
+    split = tl.program_id(0) % num_splits
+    # Tiles at the end of a prompt see the most: they start first.
+    tile = (tl.num_programs(0) - 1) // num_splits - tl.program_id(0) // num_splits
+    num_query = tl.load(num_query_ptr + row).to(tl.int32)
+    if tile * BLOCK_M >= num_query * GROUP:
+        return
+    first_token = tl.load(first_token_ptr + row).to(tl.int64)
+    index = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = index // GROUP, kv_head * GROUP + index % GROUP
+    is_row = token < num_query
+    dim = tl.arange(0, BLOCK_D)
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+
+    # Padding behind a row has position 0; left there it would stretch a sliding window to the beginning.
+    first_position = tl.load(positions_ptr + first_token).to(tl.int32)
+    position = tl.load(positions_ptr + first_token + token, mask=is_row, other=0).to(tl.int32)
+    position = tl.maximum(position, first_position)
+    end = tl.max(position, 0) + 1
+    lowest = tl.min(tl.where(is_row, position, end), 0)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    if IS_SPLIT:
+        num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
+        span = (num_tiles + num_splits - 1) // num_splits * BLOCK_N
+        begin = begin + split * span
+        end = tl.minimum(begin + span, end)  # at or below begin where nothing is left
+    # Positions below `full_end` are seen by every query row.
+    full_end = begin
+    if WINDOW == 0:
+        full_end = tl.maximum(begin, tl.minimum(end, lowest + 1) // BLOCK_N * BLOCK_N)
+
+    pointer = query_ptr + (first_token + token)[:, None] * stride_query_token + head[:, None] * stride_query_head
+    query = tl.load(pointer + dim[None, :], mask=is_element, other=0.0)
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:  # a logit without a value: where the running softmax starts
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        maximum = tl.where(split == 0, sink, maximum)
+        total = tl.where(split == 0, total + 1.0, total)
+    values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    kv_ptr = layer_ptr + kv_head.to(tl.int64) * stride_kv_head
+    row_table_ptr = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * stride_table
+    if WINDOW == 0:
+        maximum, total, values = _attend_tiles(
+            maximum, total, values, query, position, begin, full_end, kv_ptr, row_table_ptr, stride_block,
+            stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, False,
+        )  # fmt: skip
+    maximum, total, values = _attend_tiles(
+        maximum, total, values, query, position, full_end, end, kv_ptr, row_table_ptr, stride_block,
+        stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, True,
+    )  # fmt: skip
+
+    total = tl.where(total == 0.0, 1.0, total)  # where nothing was seen, the maximum is minus infinity
+    values = values / total[:, None]
+    if IS_SPLIT:
+        place = ((row * max_num_query + token) * (tl.num_programs(1) * GROUP) + head).to(tl.int64) * num_splits + split
+        tl.store(lse_ptr + place, maximum + tl.log2(total), mask=is_row)
+        if begin < end:
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
+    else:
+        pointer = out_ptr + (first_token + token)[:, None] * stride_out_token + head[:, None] * stride_out_head
+        tl.store(pointer + dim[None, :], values.to(out_ptr.dtype.element_ty), mask=is_element)
+
+
+@jit(unspecialised=("first_token_ptr", "num_query_ptr", "max_num_query"))
+def _merge_kernel(
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    first_token_ptr: tl.tensor,
+    num_query_ptr: tl.tensor,
+    max_num_query: int,
+    stride_out_token: int,
+    stride_out_head: int,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+) -> None:
+    """Weigh the splits of one head (axis 0) of one token of one row (axis 1) by their sums."""
+    head, row, token = tl.program_id(0), tl.program_id(1) // max_num_query, tl.program_id(1) % max_num_query
+    if token >= tl.load(num_query_ptr + row):
+        return
+    place = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    dim = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + place)
+    weight = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: one split is above minus infinity
+    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # nothing else was written
+    values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
+    merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+    first_token = tl.load(first_token_ptr + row).to(tl.int64)
+    pointer = out_ptr + (first_token + token) * stride_out_token + head * stride_out_head + dim
+    tl.store(pointer, merged.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@torch.library.custom_op("outrider::paged_attention", mutates_args=("out",))
+def paged_attention(
+    query: Tensor,
+    layer: Tensor,
+    out: Tensor,
+    first_token: Tensor,
+    num_query: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    max_num_query: int,
+    context_bound: int,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+) -> None:
+    """Attend each of N rows to its own blocks, causally; never waits for the device.
+
+    K and V of the query tokens are in the blocks already. Padding behind a row's tokens, in `num_query`
+    or not, may be there: a token whose position is below the first of its row gets some finite output.
+
+    Args:
+        query: [T, heads, head_dim], last dimension contiguous.
+        layer: [num_blocks, kv_heads, block_size, 2 * head_dim], K then V, any strides but the last; converted to
+            the query's type as it is read.
+        out: [T, heads, head_dim], written for the tokens of the N rows.
+        first_token, num_query: [N] integers; a row's tokens are flat tokens [first, first + num_query). A row of 0
+            is skipped.
+        slots: [N] integers, each row's place in `block_table`.
+        positions: [T] integers. block_table: [slots, blocks] integers.
+        max_num_query: no row has more. context_bound: no position reaches it. Both decide how work is cut and may be
+            as large as the caller likes to keep few shapes.
+        sliding_window: positions seen, the token's own included. softcap: as in reference.attention.
+        sinks: [heads], a logit without a value.
+        num_splits: a power of two that fixes the order of summation whatever the batch; None chooses by shape.
+
+    Raises: ValueError, before any launch.
+    Twin: reference.paged_attention.
+    """
+    _check(query, layer, out, first_token, num_query, slots, positions, block_table, sinks)
+    num_rows, num_heads, head_dim = first_token.shape[0], query.shape[1], query.shape[2]
+    num_kv_heads, block_size = layer.shape[1], layer.shape[2]
+    if num_rows == 0 or max_num_query == 0:
+        return
+    group = num_heads // num_kv_heads
+    tiling = choose_tiling(max_num_query * group, head_dim, query.dtype)
+    num_tiles = ceil_div(max_num_query * group, tiling.block_m)
+    if num_splits is None:
+        num_splits = 1
+        if max_num_query <= SHORT_QUERY:
+            num_programs = num_tiles * num_kv_heads * num_rows
+            multiprocessors = num_multiprocessors(query.device)
+            num_splits = choose_num_splits(num_programs, context_bound, tiling.block_n, multiprocessors)
+    is_split = num_splits > 1
+    partial = lse = query  # never touched unless split
+    if is_split:
+        shape = (num_rows * max_num_query, num_heads, num_splits)
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    scale = scaling * _LOG2_E if softcap is None else scaling * 2 * _LOG2_E / softcap
+    block_d = max(16, next_power_of_2(head_dim))
+    _attention_kernel[(num_tiles * num_splits, num_kv_heads, num_rows)](
+        query,
+        layer,
+        out,
+        query if sinks is None else sinks,
+        partial,
+        lse,
+        first_token,
+        num_query,
+        slots,
+        positions,
+        block_table,
+        num_splits,
+        max_num_query,
+        scale,
+        0.0 if softcap is None else softcap * _LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        layer.stride(0),
+        layer.stride(1),
+        layer.stride(2),
+        block_table.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window or 0,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
+        IS_SPLIT=is_split,
+        LOG2_E=_LOG2_E,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if is_split:
+        _merge_kernel[(num_heads, num_rows * max_num_query)](
+            partial,
+            lse,
+            out,
+            first_token,
+            num_query,
+            max_num_query,
+            out.stride(0),
+            out.stride(1),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            NUM_SPLITS=num_splits,
+        )
+
+
+@paged_attention.register_fake
+def _(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _check(
+    query: Tensor,
+    layer: Tensor,
+    out: Tensor,
+    first_token: Tensor,
+    num_query: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Raises: ValueError for shapes and strides that the kernel would misread."""
+    num_tokens, num_heads, head_dim = query.shape
+    problems = (
+        (layer.dim() != 4 or layer.shape[3] != 2 * head_dim, f"layer {tuple(layer.shape)} holds no K and V of it"),
+        (num_heads % layer.shape[1] != 0, f"{layer.shape[1]} KV heads do not divide its heads"),
+        (out.shape != query.shape, f"out is {tuple(out.shape)}"),
+        (any(x.stride(-1) != 1 for x in (query, layer, out, block_table)), "a last dimension is not contiguous"),
+        (not first_token.shape == num_query.shape == slots.shape, "first_token, num_query and slots differ in length"),
+        (positions.shape != (num_tokens,), f"positions is {tuple(positions.shape)}"),
+        (any(not x.is_contiguous() for x in (first_token, num_query, slots, positions)), "an index has gaps"),
+        (sinks is not None and sinks.shape != (num_heads,), "sinks is not one per head"),
+    )
+    for is_wrong, description in problems:
+        if is_wrong:
+            raise ValueError(f"paged attention of a query {tuple(query.shape)}: {description}")

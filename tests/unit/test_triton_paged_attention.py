@@ -1,0 +1,153 @@
+"""Paged attention's kernel against its twin, through Triton's interpreter where there is no GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from server.kernels.paged_attention import MAX_SPLITS, choose_num_splits, choose_tiling, paged_attention
+from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
+
+UNTOUCHED = 7.0
+
+
+def attend(inputs: AttentionInputs, **options: Any) -> torch.Tensor:
+    """The kernel's output; what it does not write is UNTOUCHED."""
+    out = torch.full_like(inputs.query, UNTOUCHED)
+    paged_attention(
+        inputs.query,
+        inputs.layer,
+        out,
+        **inputs.rows(),
+        max_num_query=inputs.max_num_query,
+        context_bound=inputs.context_bound,
+        scaling=0.3,
+        **options,
+    )
+    return out
+
+
+def check(inputs: AttentionInputs, *, num_splits: int | None = None, **options: Any) -> None:
+    out = attend(inputs, num_splits=num_splits, **options)
+    expected = inputs.expected(0.3, **options).nan_to_num(nan=UNTOUCHED)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+@pytest.mark.parametrize("rows", [[(1, 1)], [(95, 1), (33, 1), (1, 1)], [(70, 5), (5, 5), (33, 1)]], ids=str)
+def test_short_queries(
+    kernel_device: str, rows: list[tuple[int, int]], block_size: int, num_splits: int | None
+) -> None:
+    inputs = attention_inputs(rows, heads=6, kv_heads=2, head_dim=16, block_size=block_size, device=kernel_device)
+    check(inputs, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(50, 50)],  # a prompt
+        [(100, 40), (17, 17)],  # a later chunk, and rows of unequal length
+        [(64, 32), (0, 0), (32, 32)],  # a row without tokens, and edges of tiles
+    ],
+    ids=str,
+)
+def test_long_queries(kernel_device: str, rows: list[tuple[int, int]]) -> None:
+    inputs = attention_inputs(rows, heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    check(inputs)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (7, 1), (16, 1)])
+def test_query_heads_share_kv_heads(kernel_device: str, heads: int, kv_heads: int) -> None:
+    inputs = attention_inputs(
+        [(40, 3)], heads=heads, kv_heads=kv_heads, head_dim=16, block_size=16, device=kernel_device
+    )
+    check(inputs, num_splits=2)
+
+
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 256])
+def test_head_sizes(kernel_device: str, head_dim: int) -> None:
+    inputs = attention_inputs([(40, 2)], heads=2, kv_heads=1, head_dim=head_dim, block_size=16, device=kernel_device)
+    check(inputs, num_splits=2)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"sliding_window": 1},
+    {"sliding_window": 20},
+    {"softcap": 0.7},
+    {"sinks": True},
+    {"sliding_window": 40, "softcap": 2.0, "sinks": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("num_query", "num_splits"), [(2, 1), (2, 4), (37, None)])
+def test_options(kernel_device: str, num_query: int, num_splits: int | None, options: dict[str, Any]) -> None:
+    rows = [(130, num_query), (38, num_query)]
+    inputs = attention_inputs(rows, heads=4, kv_heads=2, head_dim=16, block_size=16, device=kernel_device)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-1, 2, 4, device=kernel_device)}
+    check(inputs, num_splits=num_splits, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 8}], ids=str)
+@pytest.mark.parametrize("num_query", [2, 20])
+def test_padding_behind_a_row_s_tokens_does_no_harm(
+    kernel_device: str, num_query: int, options: dict[str, Any]
+) -> None:
+    rows = [(60, num_query), (25, num_query)]
+    inputs = attention_inputs(rows, heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device, padding=3)
+    check(inputs, num_splits=2 if num_query == 2 else None, **options)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_narrower_cache_is_converted_as_it_is_read(kernel_device: str, kv_dtype: torch.dtype) -> None:
+    inputs = attention_inputs(
+        [(40, 2)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device, kv_dtype=kv_dtype
+    )
+    check(inputs, num_splits=2)
+
+
+def test_splits_beyond_the_context_add_nothing(kernel_device: str) -> None:
+    """A captured launch is cut for the longest context that may come."""
+    inputs = attention_inputs([(33, 1), (2, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    check(inputs, num_splits=16)
+
+
+def test_the_operator_declares_what_it_changes(kernel_device: str) -> None:
+    inputs = attention_inputs([(20, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    args = (inputs.query, inputs.clean_layer, torch.empty_like(inputs.query), *inputs.rows().values(), 1, 21, 0.3)
+    torch.library.opcheck(paged_attention, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("layer", lambda x: x[..., :-2], "holds no K and V"),
+        ("query", lambda x: x.transpose(0, 2), "holds no K and V"),
+        ("positions", lambda x: x[:-1], "positions is"),
+        ("slots", lambda x: x[:-1], "differ in length"),
+        ("positions", lambda x: x.repeat_interleave(2)[::2], "an index has gaps"),
+    ],
+)
+def test_what_does_not_fit_is_refused(kernel_device: str, name: str, change: Any, reason: str) -> None:
+    inputs = attention_inputs([(20, 3), (4, 3)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    tensors = {"query": inputs.query, "layer": inputs.layer, **inputs.rows()}
+    tensors[name] = change(tensors[name])
+    with pytest.raises(ValueError, match=reason):
+        paged_attention(**tensors, out=tensors["query"].clone(), max_num_query=3, context_bound=21, scaling=0.3)
+
+
+def test_the_cut_follows_shapes() -> None:
+    assert choose_num_splits(1, 100_000, 64, 132) == MAX_SPLITS
+    assert choose_num_splits(1, 512, 64, 132) == 8, "no split without a tile"
+    assert choose_num_splits(10_000, 8192, 64, 132) == 1, "programs enough"
+    for num_programs in range(1, 600, 7):
+        num_splits = choose_num_splits(num_programs, 8192, 64, 132)
+        assert num_splits.bit_count() == 1
+    for dtype in (torch.float32, torch.bfloat16):
+        for head_dim in (64, 128, 256):
+            for rows in (1, 16, 24, 96, 8192):
+                tiling = choose_tiling(rows, head_dim, dtype)
+                assert 16 <= tiling.block_m <= 128
+                assert tiling.block_m.bit_count() == tiling.block_n.bit_count() == 1
