@@ -1,0 +1,167 @@
+"""Sampling as one pass over the logits: temperature, Gumbel noise and argmax.
+
+The noise is that of worker/noise.py, word for word: argmax(logits / temperature + noise) is a draw from
+the softmax, fixed by key, position and stream. The vocabulary is cut into parts, so that one row fills
+the device; a second kernel picks the best part.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.kernels.jit import ceil_div, jit, next_power_of_2, num_multiprocessors, tl
+
+BLOCK_V = 1024
+PROGRAMS_PER_MULTIPROCESSOR = 8
+
+
+@jit()
+def _mix_64(x: tl.tensor) -> tl.tensor:
+    """The finaliser of splitmix64, on uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@jit()
+def _mix_32(x: tl.tensor) -> tl.tensor:
+    """lowbias32, on uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@jit()
+def _gumbel(low: tl.tensor, high: tl.tensor, token_id: tl.tensor) -> tl.tensor:
+    """The noise of uint32 token ids under the two words of a key and position."""
+    word = _mix_32(_mix_32((token_id * 0x9E3779B9) ^ low) ^ high)
+    signed = word.to(tl.int32, bitcast=True)
+    unsigned = signed.to(tl.float32) + tl.where(signed < 0, 4294967296.0, 0.0)  # rounds as the twin does
+    unit = tl.minimum((unsigned + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)  # 2^-32, 2^-24
+    # There is no log1p here. log(w) / (w - 1) with the rounded w = 1 - unit is as exact as one (Goldberg 1991,
+    # theorem 4): the error of w is in both factors.
+    rest = 1.0 - unit
+    exponential = tl.where(rest == 1.0, unit, unit * tl.log(rest) / tl.where(rest == 1.0, 1.0, rest - 1.0))
+    return -tl.log(exponential)
+
+
+@jit(unspecialised=("key_ptr", "position_ptr", "temperature_ptr", "num_positions", "part_size"))
+def _part_kernel(
+    logits_ptr: tl.tensor,
+    key_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    best_score_ptr: tl.tensor,
+    best_id_ptr: tl.tensor,
+    num_positions: int,
+    vocab_size: int,
+    part_size: int,
+    stride_row: int,
+    stride_position: int,
+    STREAM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """The best token of one part (axis 0) of the vocabulary in one position of one row (axis 1)."""
+    part = tl.program_id(0)
+    row, offset = tl.program_id(1) // num_positions, tl.program_id(1) % num_positions
+    key = tl.load(key_ptr + row).to(tl.uint64, bitcast=True)
+    position = (tl.load(position_ptr + row) + offset).to(tl.uint64, bitcast=True)
+    temperature = tl.load(temperature_ptr + row)
+    word = _mix_64(_mix_64(key + STREAM) + position * 0x9E3779B97F4A7C15)
+    low, high = word.to(tl.uint32), (word >> 32).to(tl.uint32)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride_row + offset * stride_position
+
+    end = tl.minimum((part + 1) * part_size, vocab_size)
+    best_score = tl.full([BLOCK_V], float("-inf"), tl.float32)
+    best_id = part * part_size + tl.arange(0, BLOCK_V)
+    for start in range(part * part_size, end, BLOCK_V):
+        token_id = start + tl.arange(0, BLOCK_V)
+        score = tl.load(row_ptr + token_id, mask=token_id < end, other=float("-inf")).to(tl.float32)
+        if temperature > 0:
+            score = tl.math.div_rn(score, temperature) + _gumbel(low, high, token_id.to(tl.uint32))
+        score = tl.where(score == score, score, float("inf"))
+        is_better = score > best_score  # the lower id wins a tie, and where all is minus infinity
+        best_score = tl.where(is_better, score, best_score)
+        best_id = tl.where(is_better, token_id, best_id)
+    top = tl.max(best_score, 0)
+    place = tl.program_id(1) * tl.num_programs(0) + part
+    tl.store(best_score_ptr + place, top)
+    tl.store(best_id_ptr + place, tl.min(tl.where(best_score == top, best_id, vocab_size - 1), 0))
+
+
+@jit()
+def _pick_kernel(
+    best_score_ptr: tl.tensor,
+    best_id_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    num_parts: int,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """The best part of one row; parts are in the order of their ids, so the lower id wins again."""
+    part = tl.arange(0, BLOCK_P)
+    place = tl.program_id(0) * num_parts + part
+    is_part = part < num_parts
+    score = tl.load(best_score_ptr + place, mask=is_part, other=float("-inf"))
+    token_id = tl.load(best_id_ptr + place, mask=is_part, other=0x7FFFFFFF)
+    winner = tl.min(tl.where(is_part & (score == tl.max(score, 0)), token_id, 0x7FFFFFFF), 0)
+    tl.store(ids_ptr + tl.program_id(0), winner.to(tl.int64))
+
+
+@torch.library.custom_op("outrider::gumbel_argmax", mutates_args=())
+def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, stream: int) -> Tensor:
+    """Choose a token in each of Q positions of M rows: argmax(logits / temperature + noise).
+
+    Of equal scores the lowest id wins, as in the twin. NaN counts as infinity: a row with NaN still gets
+    an id of the vocabulary, for whoever finds it broken to ignore.
+
+    Args:
+        logits: [M, Q, vocab] float32, float16 or bfloat16, last dimension contiguous; not changed.
+        key: [M] int64. position: [M] int64, of the row's first token to be chosen; the others follow it.
+        temperature: [M] float32; where it is 0 the likeliest token is chosen, without noise.
+        stream: of worker.noise.Stream.
+
+    Returns: [M, Q] int64.
+    Raises: ValueError, before any launch.
+    Twin: noise.gumbel and argmax in worker/sampler.py; scores equal but for the last bits of a logarithm.
+    """
+    num_rows, num_positions, vocab_size = logits.shape
+    if not key.shape == position.shape == temperature.shape == (num_rows,):
+        shapes = [tuple(x.shape) for x in (key, position, temperature)]
+        raise ValueError(f"{num_rows} rows need as many keys, positions and temperatures, not {shapes}")
+    if key.dtype != torch.int64 or position.dtype != torch.int64 or temperature.dtype != torch.float32:
+        raise ValueError("key and position are int64, temperature is float32")
+    if any(x.stride(-1) != 1 for x in (logits, key, position, temperature)):
+        raise ValueError("a last dimension is not contiguous")
+    num_all = num_rows * num_positions
+    ids = torch.empty(num_rows, num_positions, dtype=torch.int64, device=logits.device)
+    if num_all == 0:
+        return ids
+    num_blocks = ceil_div(vocab_size, BLOCK_V)
+    wanted = ceil_div(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device), num_all)
+    part_size = ceil_div(num_blocks, min(wanted, num_blocks)) * BLOCK_V
+    num_parts = ceil_div(vocab_size, part_size)
+    best_score = torch.empty(num_all, num_parts, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(num_all, num_parts, dtype=torch.int32, device=logits.device)
+    _part_kernel[(num_parts, num_all)](
+        logits,
+        key,
+        position,
+        temperature,
+        best_score,
+        best_id,
+        num_positions,
+        vocab_size,
+        part_size,
+        logits.stride(0),
+        logits.stride(1),
+        STREAM=stream * 0x9E3779B97F4A7C15 % 2**64,
+        BLOCK_V=BLOCK_V,
+    )
+    _pick_kernel[(num_all,)](best_score, best_id, ids, num_parts, BLOCK_P=next_power_of_2(num_parts))
+    return ids
+
+
+@gumbel_argmax.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape[:2], dtype=torch.int64)
