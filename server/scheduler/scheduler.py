@@ -218,7 +218,7 @@ class Scheduler:
             return None
         num_new = -(-len(tokens) // self._block_size) - len(hit)
         num_free = self._pool.num_free - sum(self._pool.is_free(block_id) for block_id in hit)
-        reserve = self._watermark if len(self._batch) or self._batch.draining else 0
+        reserve = self._watermark if len(self._batch) else 0
         if num_free - num_new < reserve:
             return None
         self._pool.acquire(hit)

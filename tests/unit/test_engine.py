@@ -167,6 +167,16 @@ async def test_deadline_while_tokenising() -> None:
         assert not harness.engine.abort("a")
 
 
+async def test_once_submitted_the_engine_clock_alone_decides() -> None:
+    async with running_engine() as harness:
+        stream = harness.engine.open("a", deadline_s=1000.0)
+        expiry = harness.engine._live["a"].expiry
+        assert expiry is not None
+        harness.engine.submit(stream, make_request("a", range(3), max_tokens=2, deadline_s=1000.0))
+        assert expiry.cancelled()
+        assert (await receive(stream)).error is None
+
+
 @DEPTHS
 async def test_deadline_while_queued_and_running(depth: int) -> None:
     async with running_engine(depth=depth, max_num_seqs=1) as harness:
@@ -219,6 +229,16 @@ async def test_stop_string_at_every_offset(depth: int, max_drafts: int, length: 
         await harness.all_blocks_are_free()
 
 
+async def test_stop_string_ends_the_computing_too() -> None:
+    request = make_request("a", range(3), max_tokens=LONG)
+    stop = letters(reference(request, 0)[0][:2])
+    async with running_engine() as harness:
+        received = await harness.generate(make_request("a", range(3), max_tokens=LONG, stop=stop))
+        assert received.token_ids() == reference(request, 0)[0][:2]
+        await harness.all_blocks_are_free()
+        assert len(harness.executor.inner.plans) < LONG // 2
+
+
 async def test_stop_string_of_one_choice_leaves_the_others() -> None:
     free = make_request("a", range(3), max_tokens=9, n=2)
     texts = [letters(reference(free, choice)[0]) for choice in range(2)]
@@ -235,7 +255,7 @@ async def test_stop_string_of_one_choice_leaves_the_others() -> None:
 
 
 async def test_an_exception_in_detokenising_ends_that_request_alone() -> None:
-    bad = make_request("bad", range(3), max_tokens=9)
+    bad = make_request("bad", range(3), max_tokens=LONG)
     good = make_request("good", range(3), max_tokens=9, seed=1)
     poison = next(t for t in reference(bad, 0)[0] if t not in (*reference(good, 0)[0], 0, 1, 2))
 
@@ -251,6 +271,7 @@ async def test_an_exception_in_detokenising_ends_that_request_alone() -> None:
         assert broken.token_ids() == reference(bad, 0)[0][: reference(bad, 0)[0].index(poison)]
         assert fine.token_ids() == reference(good, 0)[0]
         await harness.all_blocks_are_free()
+        assert len(harness.executor.inner.plans) < LONG // 2
 
 
 async def test_a_broken_row_ends_its_request_alone(caplog: pytest.LogCaptureFixture) -> None:
