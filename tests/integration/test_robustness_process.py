@@ -97,6 +97,7 @@ async def test_sigterm_lets_streams_end_and_takes_no_more(model: Path, tmp_path:
     assert "Traceback" not in log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "socket"
@@ -117,6 +118,7 @@ async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, numb
             assert process.returncode in (-number, 130), log
 
 
+@pytest.mark.full
 async def test_sigint_ends_an_idle_server_and_its_socket(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with child("-m", "server", *flags(model), f"--uds={path}") as process:
