@@ -5,6 +5,7 @@ whose KV is computed; each step spends a token budget on closing the gap, plus d
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from server.config import SchedulerConfig
@@ -114,6 +115,7 @@ class Scheduler:
             wanted = budget.offer(sequence)
             if wanted is None:
                 continue
+            wanted = self._fit_drafts(sequence, wanted)
             end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
             new_blocks = self._grow(sequence, end, held)
             if new_blocks is None:
@@ -160,6 +162,12 @@ class Scheduler:
             return {victim}
         self._preempt(victim)
         return set()
+
+    def _fit_drafts(self, sequence: Sequence, wanted: InFlight) -> InFlight:
+        """As many of the drafts as free blocks have room for: nobody is preempted, or waits, for a guess."""
+        num_positions = (len(sequence.block_ids) + self._pool.num_free) * self._block_size - sequence.computed_upper
+        num_unfit = min(wanted.num_drafts, max(0, wanted.num_query - num_positions))
+        return replace(wanted, num_query=wanted.num_query - num_unfit, num_drafts=wanted.num_drafts - num_unfit)
 
     def _grow(self, sequence: Sequence, end: int, held: set[Sequence]) -> list[int] | None:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
