@@ -67,7 +67,8 @@ def build_core(config: Config) -> Core:
         config.scheduler.max_num_batched_tokens,
         num_slots * (1 + num_drafts),
         loaded.config.hidden_size,
-        loaded.config.intermediate_size,
+        # GPT-2 and its kin name it otherwise, or leave it to this default.
+        getattr(loaded.config, "intermediate_size", None) or 4 * loaded.config.hidden_size,
         loaded.vocab_size,
     )
     num_blocks = num_blocks_for(geometry, kv_budget(config.cache, device, available_memory_nbytes(), activations))
