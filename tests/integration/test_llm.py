@@ -1,0 +1,150 @@
+"""The offline API: what a script written for vLLM does with it."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server import LLM, SamplingParams
+from server.errors import ConfigError, InvalidRequest, ModelError, RequestFailed
+from server.request import SpeculationOptions
+from tests.tiny_model import build_tiny_model
+
+POISON = 77
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_model(tmp_path_factory.mktemp("llm"), poison_token_id=POISON))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str, device_name: str) -> Iterator[LLM]:
+    with LLM(
+        model=folder,
+        device=device_name,
+        dtype="float32",
+        kv_cache_memory_bytes="4MiB",
+        max_num_seqs=4,
+        max_queued_requests=8,
+    ) as llm:
+        yield llm
+
+
+def test_the_usual_ngram_example(folder: str, device_name: str) -> None:
+    """Nothing of it but the import and the model is ours (and the device, where tests say so)."""
+    prompts = [
+        "Hello, my name is",
+        "The president of the United States is",
+        "The capital of France is",
+        "The future of AI is",
+    ]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+    llm = LLM(
+        model=folder,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 5,
+            "prompt_lookup_max": 4,
+        },
+        device=device_name,
+    )
+    outputs = llm.generate(prompts, sampling_params)
+
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.prompt == prompt
+        assert len(output.outputs[0].token_ids) <= 16
+        assert output.outputs[0].finish_reason in ("length", "stop")
+        assert output.outputs[0].text
+    llm.close()
+    llm.close()
+
+
+def test_outputs_are_in_the_order_of_more_prompts_than_the_queue_holds(llm: LLM) -> None:
+    rng = random.Random(0)
+    prompts = [{"prompt_token_ids": [rng.randrange(80, 500) for _ in range(rng.randint(1, 9))]} for _ in range(40)]
+    params = [SamplingParams(seed=i, max_tokens=1 + i % 5, ignore_eos=True) for i in range(40)]
+    outputs = llm.generate(prompts, params)
+    assert [output.prompt_token_ids for output in outputs] == [prompt["prompt_token_ids"] for prompt in prompts]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1 + i % 5 for i in range(40)]
+    assert len({output.request_id for output in outputs}) == 40
+    again = llm.generate(prompts[7], params[7])[0]
+    assert again.outputs[0].token_ids == outputs[7].outputs[0].token_ids
+
+
+def test_prompts_of_each_kind(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    text, same, ids = llm.generate(["the dog", {"prompt": "the dog"}, {"prompt_token_ids": [81, 82]}], greedy)
+    assert text.prompt == same.prompt == "the dog"
+    assert ids.prompt is None
+    assert text.outputs[0].token_ids == same.outputs[0].token_ids
+    assert llm.generate("the dog", greedy)[0].outputs[0].text == text.outputs[0].text
+    assert llm.generate([], greedy) == []
+
+
+def test_defaults_are_those_of_vllm(llm: LLM) -> None:
+    output = llm.generate({"prompt_token_ids": [81, 82]}, SamplingParams(seed=1, ignore_eos=True))[0]
+    assert len(output.outputs[0].token_ids) == 16
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_repeated_prompt_is_cached_in_whole_blocks(llm: LLM) -> None:
+    prompt = {"prompt_token_ids": list(range(100, 170))}
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    first, second = (llm.generate(prompt, greedy)[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 64
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_choices_logprobs_and_reasons_arrive(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    output = llm.generate({"prompt_token_ids": [81, 82, 83]}, params)[0]
+    assert [choice.index for choice in output.outputs] == [0, 1, 2]
+    assert all(len(choice.logprobs) == len(choice.token_ids) == 6 for choice in output.outputs)
+    assert [position.chosen.token_id for position in output.prompt_logprobs] == [82, 83]
+    stop_id = output.outputs[0].token_ids[2]
+    stopped = llm.generate(
+        {"prompt_token_ids": [81, 82, 83]}, SamplingParams(seed=5, max_tokens=6, stop_token_ids=[stop_id])
+    )[0].outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop_id)
+
+
+def test_speculation_may_be_turned_off(folder: str, device_name: str) -> None:
+    settings = {"device": device_name, "dtype": "float32", "kv_cache_memory_bytes": 4 << 20}
+    prompt = {"prompt_token_ids": [81, 82] * 20}
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with LLM(model=folder, speculative_config=ngram, **settings) as llm:
+        drafting = llm.generate(prompt, greedy)[0].outputs[0]
+        off = llm.generate(prompt, greedy, speculation=SpeculationOptions(enabled=False))[0].outputs[0]
+    with LLM(model=folder, speculative_config=None, **settings) as llm:
+        never = llm.generate(prompt, greedy)[0].outputs[0]
+    assert drafting.speculation.num_draft_tokens > 0
+    assert off.speculation.num_draft_tokens == never.speculation.num_draft_tokens == 0
+    assert drafting.token_ids == off.token_ids == never.token_ids
+
+
+def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
+    for prompts in ("", {"prompt_token_ids": []}, {"prompt_token_ids": [10**6]}, [{"text": "the dog"}], [["a"]]):
+        with pytest.raises(InvalidRequest):
+            llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="2 prompts"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(InvalidRequest):
+        llm.generate("a", SamplingParams(stop_token_ids=[512]))
+
+
+def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
+    with pytest.raises(RequestFailed, match="NaN"):
+        llm.generate([{"prompt_token_ids": [81]}, {"prompt_token_ids": [POISON]}], SamplingParams(max_tokens=200))
+    assert llm.generate({"prompt_token_ids": [81]}, SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def test_wrong_settings_and_models_are_errors(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(model=folder, max_num_seq=4)
+    with pytest.raises(ModelError):
+        LLM(model=str(tmp_path))
