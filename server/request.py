@@ -9,6 +9,9 @@ from server.errors import FieldViolation, InvalidRequest
 MAX_CHOICES = 64
 MAX_LOGPROBS = 64
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 128
+"""Every bad word is looked up at every position, in the step that all requests share."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 GREEDY_TEMPERATURE = 1e-5
@@ -88,19 +91,21 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
                 found.append(FieldViolation(f"logit_bias[{token_id}]", f"must be from -100 to 100, got {bias!r}"))
-        for i, word in enumerate(self.bad_words):
-            if not word:
-                found.append(FieldViolation(f"bad_words[{i}]", "must not be empty"))
+        for name, most, longest in (("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS), ("stop", MAX_STOP_STRINGS, None)):
+            texts: Sequence[str] = getattr(self, name)
+            if len(texts) > most:
+                found.append(FieldViolation(name, f"at most {most} strings, got {len(texts)}"))
+                continue
+            for i, text in enumerate(texts):
+                if not text:
+                    found.append(FieldViolation(f"{name}[{i}]", "must not be empty"))
+                elif longest is not None and len(text) > longest:
+                    found.append(FieldViolation(f"{name}[{i}]", f"at most {longest} characters, got {len(text)}"))
         require("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "non-empty")
         require("seed", self.seed is None or INT64_MIN <= self.seed <= INT64_MAX, "a signed 64-bit integer")
         require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         require("min_tokens", 0 <= self.min_tokens <= limit, f"from 0 to max_tokens ({self.max_tokens})")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            found.append(FieldViolation("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}"))
-        for i, text in enumerate(self.stop):
-            if not text:
-                found.append(FieldViolation(f"stop[{i}]", "must not be empty"))
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")

@@ -4,6 +4,7 @@ Each of a row's positions is processed with the context it really has: the token
 step, then the drafts in front of it. Both stand next to each other in the batch's token rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,23 +17,44 @@ from server.worker.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
+class _BadWords:
+    """W token sequences never to be completed, all looked up at once.
+
+    Attributes:
+        beginnings: [W, L] int64, all but their last ids, at the right; -1, which fits any token, before shorter ones.
+        last_ids: [W] int64.
+    """
+
+    beginnings: Tensor
+    last_ids: Tensor
+
+    @classmethod
+    def of(cls, words: Sequence[tuple[int, ...]], transfer: Transfer) -> "_BadWords":
+        """Lay out one or more words, none empty."""
+        width = max(map(len, words)) - 1
+        padded = [-1 if i < 0 else word[i] for word in words for i in range(len(word) - 1 - width, len(word) - 1)]
+        beginnings = transfer.upload_ids(padded).view(len(words), width)
+        return cls(beginnings, transfer.upload_ids([word[-1] for word in words]))
+
+
+@dataclass(frozen=True, slots=True)
 class _SlotRules:
     """What one slot's request asks for, as device tensors.
 
     Attributes:
         bias: [vocab] float32 to add: logit_bias, and -inf for what allowed_token_ids leaves out.
         stop_ids: [n] int64, not to be chosen before min_tokens.
-        bad_words: sequences never to be completed; the device tensor of each one's beginning, and its last id.
+        bad_words: sequences never to be completed.
     """
 
     bias: Tensor | None
     stop_ids: Tensor | None
-    bad_words: tuple[tuple[Tensor, int], ...]
+    bad_words: _BadWords | None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing applies."""
-        return self.bias is None and self.stop_ids is None and not self.bad_words
+        return self.bias is None and self.stop_ids is None and self.bad_words is None
 
 
 class LogitsProcessor:
@@ -51,7 +73,7 @@ class LogitsProcessor:
         self._rules[slot] = _SlotRules(
             bias=self._bias(request),
             stop_ids=self._transfer.upload_ids(sorted(request.stop_token_ids)) if needs_stops else None,
-            bad_words=tuple((self._transfer.upload_ids(ids[:-1]), ids[-1]) for ids in request.bad_words_token_ids),
+            bad_words=_BadWords.of(words, self._transfer) if (words := request.bad_words_token_ids) else None,
         )
 
     def apply(self, logits: Tensor, sampling: SamplingRows) -> dict[int, str]:
@@ -96,13 +118,18 @@ class LogitsProcessor:
             is_early = positions < batch.first_stop[slot]
             stop_logits = logits[:, rules.stop_ids]
             logits[:, rules.stop_ids] = stop_logits.masked_fill(is_early[:, None], -torch.inf)
-        for beginning, last_id in rules.bad_words:
-            first = positions - beginning.shape[0]
-            matches = first >= batch.num_prompt[slot]
-            for offset in range(beginning.shape[0]):
-                context = batch.token_ids[slot][(first + offset).clamp(min=0)]
-                matches &= context == beginning[offset]
-            logits[:, last_id] = logits[:, last_id].masked_fill(matches, -torch.inf)
+        if rules.bad_words is not None:
+            self._mask_bad_words(logits, slot, positions, rules.bad_words)
+
+    def _mask_bad_words(self, logits: Tensor, slot: int, positions: Tensor, words: _BadWords) -> None:
+        """[Q, vocab] of one row, in place; only what was generated counts as the beginning of a word."""
+        width = words.beginnings.shape[1]
+        places = positions[:, None] + torch.arange(-width, 0, device=logits.device)
+        context = self._batch.token_ids[slot][places.clamp(min=0)].long()
+        context.masked_fill_(places < self._batch.num_prompt[slot], -2)  # fits nothing
+        fits = (words.beginnings == context[:, None]) | (words.beginnings < 0)
+        num_completed = torch.zeros_like(logits).index_add_(1, words.last_ids, fits.all(-1).to(logits.dtype))
+        logits.masked_fill_(num_completed > 0, -torch.inf)
 
     def _penalise(self, logits: Tensor, rows: Tensor, slots: Tensor, bound: int) -> None:
         """Repetition, frequency and presence penalties of the given rows, in place."""
