@@ -112,13 +112,8 @@ class Preprocessor:
         Raises: InvalidRequest for text that is not Unicode, an empty conversation, a template that refuses it.
         """
         if isinstance(prompt, ChatPrompt):
-            text, field, add_special_tokens = self._render(prompt), "chat", False
-        else:
-            text, field = prompt.text, "text"
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequest.of(field, "must be valid Unicode without lone surrogates") from error
+            return self._encode(_FIELDS[ChatPrompt], self._render(prompt), add_special_tokens=False)
+        return self._encode(_FIELDS[TextPrompt], prompt.text, add_special_tokens=add_special_tokens)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of some ids. Raises: InvalidRequest for ids outside the vocabulary."""
@@ -137,13 +132,22 @@ class Preprocessor:
             token_ids = tuple(prompt.token_ids)
             self._check_ids(field, token_ids)
             return token_ids
-        if isinstance(prompt, TextPrompt) and len(prompt.text) > self._max_text_chars:
+        if isinstance(prompt, ChatPrompt) and len(prompt.messages) > limit:  # a template takes long over a million
+            raise InvalidRequest.of(field, f"has {len(prompt.messages)} messages, more than max_model_len ({limit})")
+        text = prompt.text if isinstance(prompt, TextPrompt) else self._render(prompt)
+        if len(text) > self._max_text_chars:
             raise InvalidRequest.of(
-                field, f"has {len(prompt.text)} characters, more than max_model_len ({limit}) tokens can spell"
+                field, f"has {len(text)} characters, more than max_model_len ({limit}) tokens can spell"
             )
-        token_ids = tuple(self.tokenize(prompt))
+        token_ids = tuple(self._encode(field, text, add_special_tokens=isinstance(prompt, TextPrompt)))
         self._check_prompt_len(field, len(token_ids))
         return token_ids
+
+    def _encode(self, field: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest.of(field, "must be valid Unicode without lone surrogates") from error
 
     def _check_prompt_len(self, field: str, prompt_len: int) -> None:
         if prompt_len == 0:
