@@ -32,6 +32,8 @@ from server.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
+MAX_ABORTED_IDS = 10_000
+"""In one call: they are ended in one go, on the event loop."""
 
 
 class InferenceService(InferenceServicer):
@@ -93,6 +95,10 @@ class InferenceService(InferenceServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """End requests; those already over are reported as not found."""
         async with recorded_call("Abort", context, self._events):
+            if len(request.request_ids) > MAX_ABORTED_IDS:
+                raise InvalidRequest.of(
+                    "request_ids", f"at most {MAX_ABORTED_IDS} in a call, got {len(request.request_ids)}"
+                )
             return pb.AbortResponse(
                 results=[
                     pb.AbortResult(request_id=request_id, found=self._engine.abort(request_id))
