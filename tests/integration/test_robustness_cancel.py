@@ -49,7 +49,11 @@ class Way(enum.Enum):
 
 def options(phase: Phase, number: int, rng: random.Random) -> GenerateOptions:
     """A request that will be in this phase, and would go on for long."""
-    given: GenerateOptions = {"ignore_eos": True, "request_id": f"{phase.name}-{number}", "priority": rng.randint(-1, 1)}
+    given: GenerateOptions = {
+        "ignore_eos": True,
+        "request_id": f"{phase.name}-{number}",
+        "priority": rng.randint(-1, 1),
+    }
     match phase:
         case Phase.PREFILLING:  # a prompt of five chunks that nobody has cached
             given |= {"token_ids": [rng.randint(3, 299) for _ in range(5 * CHUNK - 7)]}
@@ -198,8 +202,8 @@ async def leave_at_random(server: RealServer, num_requests: int, seed: int) -> N
     async def call(number: int, phase: Phase, way: Way) -> None:
         async with limit:
             if way is Way.NEVER_READ:
-                given = options(phase, number, rng)
-                never_read.append(server.client.generate(max_tokens=rng.randint(1, 40), **given))
+                given: GenerateOptions = {**options(phase, number, rng), "max_tokens": rng.randint(1, 40)}
+                never_read.append(server.client.generate(**given))
             else:
                 await Caller(server, phase, way, number, rng).run()
 
