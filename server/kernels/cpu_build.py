@@ -1,0 +1,87 @@
+"""Compiles C++ operators at first use and keeps them on the disk, one file for each way to build them."""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")
+TORCH = Path(torch.__file__).parent
+FLAGS = (
+    *("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast"),
+    *("-shared", "-fPIC", "-fvisibility=hidden"),
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # no newer API than that of torch 2.10
+)
+TIMEOUT_S = 300.0
+
+
+class BuildError(Exception):
+    """No compiler, or one that fails; the message says which, and why."""
+
+
+def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+    """The shared library made from a C++ file, from `folder` if it is there already.
+
+    Its name is a digest of all that goes into it: sources, flags, torch's version, the CPU's features.
+    The file appears whole or not at all; of processes that build at once the last one's stays.
+
+    Args: headers: what `source` includes of our own. environ: CXX names another compiler than c++ or g++.
+    Raises: BuildError. OSError if the folder cannot be written.
+    """
+    library = folder / f"{source.stem}-{_digest([source, *headers])}.so"
+    if library.exists():
+        return library
+    compiler = _find_compiler(environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=f".{source.stem}.", dir=folder) as temporary:
+        output = Path(temporary) / library.name
+        _compile(compiler, source, output, environ)
+        output.replace(library)
+    logger.info("built %s in %.0f s: %s", source.name, time.monotonic() - started, library)
+    return library
+
+
+def _digest(sources: Sequence[Path]) -> str:
+    parts = [torch.__version__, platform.machine(), _cpu_features(), *FLAGS]
+    parts += [path.read_text(encoding="utf-8") for path in sources]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu_features() -> str:
+    """What -march=native depends on; a cache may be shared by machines of several kinds."""
+    if not CPU_INFO.exists():
+        return platform.processor()
+    lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+
+
+def _find_compiler(environ: Mapping[str, str]) -> str:
+    names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = (shutil.which(name, path=environ.get("PATH", "")) for name in names)
+    compiler = next((path for path in found if path is not None), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler: {', '.join(names)} not found in PATH")
+    return compiler
+
+
+def _compile(compiler: str, source: Path, output: Path, environ: Mapping[str, str]) -> None:
+    command = [compiler, *FLAGS, "-isystem", str(TORCH / "include"), str(source)]
+    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", str(output)]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{compiler} took more than {TIMEOUT_S:.0f} s") from error
+    if done.returncode != 0:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr.strip())
+        raise BuildError(f"{compiler} exited with {done.returncode}: {reason}")
