@@ -11,9 +11,22 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from server.kernels import cpu_attention
 from server.kernels.reference import attention, attention_mask
+from server.model.cache import cache_root
 
 ATTENTION_NAME = "outrider_paged"
+CPU_ATTENTION_NAME = "outrider_paged_cpu"
+
+
+def attention_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What a model is to be loaded with: C++ operators, built here if need be, or plain tensor operations."""
+    has_operators = (
+        device.type == "cpu"
+        and cpu_attention.supports(dtype, head_dim)
+        and cpu_attention.load(cache_root() / "kernels")
+    )
+    return CPU_ATTENTION_NAME if has_operators else ATTENTION_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +61,21 @@ class AttentionStep:
     Attributes:
         kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
         write_blocks, write_offsets: [num_tokens] int64, where each token's K and V go; block 0 for padding.
+        positions: [num_tokens] int64, 0 for padding.
+        first_token, num_query: [num_rows] int64, the flat tokens of each row, padding behind them left out.
+        slots: [num_rows] int64, each row's place in `block_table`.
+        block_table: [slots, blocks] int32 or int64.
+        groups: the same rows, as plain tensor operations take them.
     """
 
     kv: Tensor
     write_blocks: Tensor
     write_offsets: Tensor
+    positions: Tensor
+    first_token: Tensor
+    num_query: Tensor
+    slots: Tensor
+    block_table: Tensor
     groups: tuple[AttentionGroup, ...]
 
 
@@ -93,6 +116,42 @@ def paged_attention(
     return output[None], None
 
 
+def paged_attention_cpu(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_step: AttentionStep,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same as paged_attention, by the C++ operators."""
+    step = attention_step
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]  # see above
+    layer = step.kv[:, layer_idx]
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    cpu_attention.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
+    output = cpu_attention.paged_attention(
+        query,
+        layer,
+        step.first_token,
+        step.num_query,
+        step.slots,
+        step.positions,
+        step.block_table,
+        scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
+    return output[None], None
+
+
 def write_kv(layer: Tensor, key: Tensor, value: Tensor, step: AttentionStep) -> None:
     """Store [kv_heads, num_tokens, head_dim] keys and values in a layer's blocks.
 
@@ -111,3 +170,4 @@ def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionInterface.register(CPU_ATTENTION_NAME, paged_attention_cpu)

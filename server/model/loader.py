@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.config import ModelConfig
 from server.errors import ModelError
-from server.model.attention import ATTENTION_NAME
+from server.model.attention import attention_name
 from server.model.fingerprint import fingerprint
 from server.model.generation_defaults import eos_token_ids, generation_defaults
 from server.model.memory import check_fits
@@ -106,6 +106,7 @@ def _load_weights(
     device: torch.device,
     dtype: torch.dtype,
 ) -> PreTrainedModel:
+    attention = attention_name(device, dtype, head_dim=_kv_geometry(model_config)[1])
     try:
         with without_foreign_bars():
             loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
@@ -113,7 +114,7 @@ def _load_weights(
                 config=model_config,
                 dtype=dtype,
                 device_map={"": device},
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,

@@ -88,6 +88,11 @@ class Runner:
             kv=self.kv,
             write_blocks=blocks.long(),
             write_offsets=positions % self._block_size,
+            positions=positions,
+            first_token=inputs.first_token,
+            num_query=inputs.num_query,
+            slots=inputs.slots,
+            block_table=batch.block_table,
             groups=self._attention_groups(inputs, positions),
         )
         outputs = self._model(

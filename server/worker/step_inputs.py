@@ -88,14 +88,15 @@ class StepInputs:
     Attributes:
         rows: the plan's rows in layout order: by number of query tokens.
         slots, num_query: [N] int64. num_known: [N] int64, query tokens that cannot be drafts.
+        first_token: [N] int64, each row's first flat token; first_tokens: the same on the host.
         chunk: [N] int64, query tokens of rows that do not sample, 0 for those that do.
         token_row, token_offset: [T] int64, the row a flat token belongs to and its place in it.
-        first_tokens: for each row its first flat token, on the host.
     """
 
     rows: tuple[PlanRow, ...]
     groups: tuple[RowGroup, ...]
     slots: Tensor
+    first_token: Tensor
     num_query: Tensor
     num_known: Tensor
     chunk: Tensor
@@ -132,6 +133,7 @@ def lay_out(rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], max_drafts: 
         rows=ordered,
         groups=tuple(groups),
         slots=upload([row.slot for row in ordered]),
+        first_token=upload(first_tokens),
         num_query=upload([row.num_query for row in ordered]),
         num_known=upload([row.num_query - row.num_drafts for row in ordered]),
         chunk=upload([0 if row.is_sampling else row.num_query for row in ordered]),

@@ -53,12 +53,24 @@ def _row(num_query: int, context_bound: int) -> PlanRow:
 @torch.inference_mode()
 def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
     positions = torch.arange(PROMPT_LEN, device=kv.device)
-    group = AttentionGroup(0, 1, PROMPT_LEN, torch.ones(1, 1, dtype=torch.int64, device=kv.device), positions[None])
+    zero = positions[:1]
+    block_table = torch.ones(1, 1, dtype=torch.int64, device=kv.device)
+    step = AttentionStep(
+        kv=kv,
+        write_blocks=torch.ones_like(positions),
+        write_offsets=positions,
+        positions=positions,
+        first_token=zero,
+        num_query=zero + PROMPT_LEN,
+        slots=zero,
+        block_table=block_table,
+        groups=(AttentionGroup(0, 1, PROMPT_LEN, block_table, positions[None]),),
+    )
     inputs = {
         "input_ids": torch.ones_like(positions)[None],
         "position_ids": positions[None],
         "use_cache": False,
-        "attention_step": AttentionStep(kv, torch.ones_like(positions), positions, (group,)),
+        "attention_step": step,
     }
     hidden = model.base_model(**inputs).last_hidden_state[0]
     head.check(hidden, model(**inputs).logits[0])

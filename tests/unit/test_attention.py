@@ -1,6 +1,7 @@
-"""Paged attention: the eager reference against an explicit softmax, and blocks as storage."""
+"""Paged attention: either implementation against an explicit softmax, and blocks as storage."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,40 @@ import torch
 from torch import Tensor
 
 from server.errors import ConfigError
+from server.kernels import cpu_attention
 from server.kernels.reference import attention, attention_mask
-from server.model.attention import AttentionGroup, AttentionStep, paged_attention
+from server.model.attention import (
+    ATTENTION_NAME,
+    CPU_ATTENTION_NAME,
+    AttentionGroup,
+    AttentionStep,
+    attention_name,
+    paged_attention,
+    paged_attention_cpu,
+)
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 8, 16
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 16
+
+
+@pytest.fixture(params=[paged_attention, paged_attention_cpu])
+def attend(request: pytest.FixtureRequest, device_name: str) -> Callable[..., tuple[Tensor, None]]:
+    """Both implementations where there are both."""
+    name = attention_name(torch.device(device_name), torch.float32, HEAD_DIM)
+    if request.param is paged_attention_cpu and name != CPU_ATTENTION_NAME:
+        pytest.skip(f"no C++ operators on {device_name}")
+    return request.param  # type: ignore[no-any-return]
+
+
+def rows_of(table: Tensor, num_query: int) -> dict[str, Tensor]:
+    """The fields of a step in which row i is in slot i, padded to `num_query` tokens."""
+    rows = torch.arange(len(table), device=table.device)
+    return {
+        "first_token": rows * num_query,
+        "num_query": torch.full_like(rows, num_query),
+        "slots": rows,
+        "block_table": table,
+    }
 
 
 def slow_attention(
@@ -51,7 +81,11 @@ OPTIONS = [
 @pytest.mark.parametrize("lengths", [(20,), (3, 40), (17, 33, 1)], ids=str)
 @pytest.mark.parametrize("num_query", [1, 3])
 def test_paged_attention_equals_an_explicit_softmax(
-    device_name: str, lengths: tuple[int, ...], num_query: int, options: dict[str, float | bool]
+    attend: Callable[..., tuple[Tensor, None]],
+    device_name: str,
+    lengths: tuple[int, ...],
+    num_query: int,
+    options: dict[str, float | bool],
 ) -> None:
     """Rows of several lengths whose blocks lie anywhere, padded as the runner pads them."""
     generator = torch.Generator().manual_seed(sum(lengths))
@@ -86,23 +120,25 @@ def test_paged_attention_equals_an_explicit_softmax(
             new_keys[0, :, row * num_query + offset] = keys[position]
             new_values[0, :, row * num_query + offset] = values[position]
     sinks = torch.linspace(-1, 2, HEADS) if options.get("sinks") else None
-    group = AttentionGroup(0, len(lengths), num_query, table.to(device_name), positions.to(device_name))
+    table, positions = table.to(device_name), positions.to(device_name)
     step = AttentionStep(
-        kv.to(device_name),
-        torch.tensor(write_blocks, device=device_name),
-        torch.tensor(write_offsets, device=device_name),
-        (group,),
+        kv=kv.to(device_name),
+        write_blocks=torch.tensor(write_blocks, device=device_name),
+        write_offsets=torch.tensor(write_offsets, device=device_name),
+        positions=positions.flatten(),
+        groups=(AttentionGroup(0, len(lengths), num_query, table, positions),),
+        **rows_of(table, num_query),
     )
     window, softcap = options.get("window"), options.get("softcap")
-    output, weights = paged_attention(
-        SimpleNamespace(layer_idx=1),  # type: ignore[arg-type]
+    output, weights = attend(
+        SimpleNamespace(layer_idx=1),
         query.to(device_name),
         new_keys.to(device_name),
         new_values.to(device_name),
         None,
         attention_step=step,
         scaling=0.5,
-        sliding_window=window,  # type: ignore[arg-type]
+        sliding_window=window,
         softcap=softcap,
         s_aux=None if sinks is None else sinks.to(device_name),
         an_argument_of_some_architecture=True,
@@ -125,16 +161,42 @@ def test_paged_attention_equals_an_explicit_softmax(
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_nan_is_stored_as_zero(device_name: str) -> None:
+def test_nan_is_stored_as_zero(attend: Callable[..., tuple[Tensor, None]], device_name: str) -> None:
     """The block of a broken request may go to another one, which must not read NaN behind its mask."""
     kv = allocate_kv(KVGeometry(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32), 2, torch.device(device_name))
-    ones = torch.ones(1, dtype=torch.int64, device=device_name)
-    group = AttentionGroup(0, 1, 1, ones[None], ones[None] * 0)
+    one, zero = (
+        torch.ones(1, dtype=torch.int64, device=device_name),
+        torch.zeros(1, dtype=torch.int64, device=device_name),
+    )
     values = torch.full((1, KV_HEADS, 1, HEAD_DIM), float("nan"), device=device_name)
     query = torch.ones(1, HEADS, 1, HEAD_DIM, device=device_name)
-    step = AttentionStep(kv, ones, ones * 0, (group,))
-    paged_attention(SimpleNamespace(layer_idx=0), query, values, values, None, attention_step=step, scaling=1.0)  # type: ignore[arg-type]
+    step = AttentionStep(
+        kv=kv,
+        write_blocks=one,
+        write_offsets=zero,
+        positions=zero,
+        groups=(AttentionGroup(0, 1, 1, one[None], zero[None]),),
+        **rows_of(one[None], 1),
+    )
+    attend(SimpleNamespace(layer_idx=0), query, values, values, None, attention_step=step, scaling=1.0)
     assert torch.isfinite(kv).all()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "is_built", "expected"),
+    [
+        ("cpu", torch.bfloat16, 64, True, CPU_ATTENTION_NAME),
+        ("cpu", torch.bfloat16, 64, False, ATTENTION_NAME),
+        ("cpu", torch.float16, 64, True, ATTENTION_NAME),
+        ("cpu", torch.float32, 72, True, ATTENTION_NAME),
+        ("meta", torch.bfloat16, 64, True, ATTENTION_NAME),
+    ],
+)
+def test_operators_are_used_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, head_dim: int, is_built: bool, expected: str
+) -> None:
+    monkeypatch.setattr(cpu_attention, "load", lambda folder: is_built)
+    assert attention_name(torch.device(device), dtype, head_dim) == expected
 
 
 def test_the_mask_is_made_once_per_window() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from server.config import ModelConfig
 from server.errors import ModelError
-from server.model.attention import ATTENTION_NAME
+from server.model.attention import attention_name
 from server.model.loader import LoadedModel, load_model
 from server.model.support import check_model
 from tests.tiny_model import build_tiny_model
@@ -39,7 +39,7 @@ def test_the_model_is_ready_for_the_worker(tiny: Path) -> None:
     assert (loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, loaded.vocab_size) == (2, 2, 16, 512)
     assert loaded.max_position_embeddings == 512
     assert loaded.eos_token_ids == (2,)
-    assert loaded.model.config._attn_implementation == ATTENTION_NAME
+    assert loaded.model.config._attn_implementation == attention_name(torch.device("cpu"), torch.float32, 16)
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     expected = AutoModelForCausalLM.from_pretrained(tiny).state_dict()
