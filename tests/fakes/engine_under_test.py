@@ -29,7 +29,6 @@ from server.request import Request, SamplingParams, SpeculationOptions
 
 _Result = TypeVar("_Result")
 Prompt = str | Sequence[int]
-TIMEOUT_S = 100
 
 
 @dataclass
@@ -158,7 +157,7 @@ class EngineUnderTest:
         return outcomes
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,9 +129,10 @@ def test_speculation_may_be_turned_off(folder: str, device_name: str) -> None:
 
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
-    for prompts in ("", {"prompt_token_ids": []}, {"prompt_token_ids": [10**6]}, [{"text": "the dog"}], [["a"]]):
+    refused: list[Any] = ["", {"prompt_token_ids": []}, {"prompt_token_ids": [10**6]}, [{"text": "the dog"}], [["a"]]]
+    for prompts in refused:
         with pytest.raises(InvalidRequest):
-            llm.generate(prompts)  # type: ignore[arg-type]
+            llm.generate(prompts)
     with pytest.raises(InvalidRequest, match="2 prompts"):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequest):

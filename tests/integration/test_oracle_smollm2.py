@@ -41,81 +41,91 @@ def test_a_few_prompts_with_drafts_accepted(device_name: str) -> None:
     assert oracle.forks.num_forks == 0
 
 
+@pytest.fixture(scope="module")
+def oracle(device_name: str) -> Oracle:
+    torch.set_num_threads(2)
+    return oracle_for(device_name, tuple(range(50)), 48)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-class TestAllPrompts:
-    """Every prompt in every way; run by `make test-full`."""
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("k", [0, 1, 3, 5, 8])
+def test_mixed_batches_with_random_arrival_and_prefix_hits(
+    oracle: Oracle, device_name: str, k: int, depth: int
+) -> None:
+    with engine_on(
+        oracle.folder,
+        device_name,
+        num_threads=2,
+        max_model_len=LIMIT,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=256 << 20,
+        pipeline_depth=depth,
+        speculative_config=ngram(k, 2, 4) if k else None,
+    ) as engine:
+        oracle.check(engine, random.Random(k))
+        before = engine.statistics()
+        assert sum(before.accepted_tokens_per_position) > 0 or k == 0
+        if k in (0, 5):
+            oracle.check(engine, random.Random(k + 1))
+            assert engine.statistics().prefix_hit_tokens > before.prefix_hit_tokens + 1000
 
-    @pytest.fixture(scope="class")
-    def oracle(self, device_name: str) -> Oracle:
-        torch.set_num_threads(2)
-        return oracle_for(device_name, tuple(range(50)), 48)
 
-    @pytest.mark.parametrize("depth", [0, 1])
-    @pytest.mark.parametrize("k", [0, 1, 3, 5, 8])
-    def test_mixed_batches_with_random_arrival_and_prefix_hits(
-        self, oracle: Oracle, device_name: str, k: int, depth: int
-    ) -> None:
-        with engine_on(
-            oracle.folder,
-            device_name,
-            num_threads=2,
-            max_model_len=LIMIT,
-            max_num_seqs=16,
-            kv_cache_memory_bytes=256 << 20,
-            pipeline_depth=depth,
-            speculative_config=ngram(k, 2, 4) if k else None,
-        ) as engine:
-            oracle.check(engine, random.Random(k))
-            before = engine.statistics()
-            assert sum(before.accepted_tokens_per_position) > 0 or k == 0
-            if k in (0, 5):
-                oracle.check(engine, random.Random(k + 1))
-                assert engine.statistics().prefix_hit_tokens > before.prefix_hit_tokens + 1000
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("k", "depth"), [(0, 1), (3, 0)])
+def test_chunked_prefill(oracle: Oracle, device_name: str, k: int, depth: int) -> None:
+    with engine_on(
+        oracle.folder,
+        device_name,
+        num_threads=2,
+        max_model_len=LIMIT,
+        max_num_seqs=16,
+        max_num_batched_tokens=32,
+        kv_cache_memory_bytes=64 << 20,
+        pipeline_depth=depth,
+        speculative_config=ngram(k, 2, 4) if k else None,
+    ) as engine:
+        oracle.check(engine)
 
-    @pytest.mark.parametrize(("k", "depth"), [(0, 1), (3, 0)])
-    def test_chunked_prefill(self, oracle: Oracle, device_name: str, k: int, depth: int) -> None:
-        with engine_on(
-            oracle.folder,
-            device_name,
-            num_threads=2,
-            max_model_len=LIMIT,
-            max_num_seqs=16,
-            max_num_batched_tokens=32,
-            kv_cache_memory_bytes=64 << 20,
-            pipeline_depth=depth,
-            speculative_config=ngram(k, 2, 4) if k else None,
-        ) as engine:
-            oracle.check(engine)
 
-    @pytest.mark.parametrize(("k", "depth"), [(0, 0), (5, 1)])
-    def test_preemption(self, oracle: Oracle, device_name: str, k: int, depth: int) -> None:
-        with engine_on(
-            oracle.folder,
-            device_name,
-            num_threads=2,
-            max_model_len=LIMIT,
-            max_num_seqs=16,
-            kv_cache_memory_bytes=(LIMIT // 16 + 4) * BLOCK_NBYTES,
-            watermark=0.0,
-            pipeline_depth=depth,
-            speculative_config=ngram(k, 2, 4) if k else None,
-        ) as engine:
-            oracle.check(engine, random.Random(depth))
-            assert engine.statistics().num_preemptions > 0
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("k", "depth"), [(0, 0), (5, 1)])
+def test_preemption(oracle: Oracle, device_name: str, k: int, depth: int) -> None:
+    with engine_on(
+        oracle.folder,
+        device_name,
+        num_threads=2,
+        max_model_len=LIMIT,
+        max_num_seqs=16,
+        kv_cache_memory_bytes=(LIMIT // 16 + 4) * BLOCK_NBYTES,
+        watermark=0.0,
+        pipeline_depth=depth,
+        speculative_config=ngram(k, 2, 4) if k else None,
+    ) as engine:
+        oracle.check(engine, random.Random(depth))
+        assert engine.statistics().num_preemptions > 0
 
-    def test_alone(self, oracle: Oracle, device_name: str) -> None:
-        with engine_on(
-            oracle.folder,
-            device_name,
-            num_threads=2,
-            max_model_len=LIMIT,
-            max_num_seqs=1,
-            kv_cache_memory_bytes=64 << 20,
-            speculative_config=ngram(5, 2, 4),
-        ) as engine:
-            oracle.check(engine)
 
-    def test_ties_are_rare(self, oracle: Oracle) -> None:
-        """After everything above: what differs is a tie, and there is one in 10,000 tokens at most."""
-        assert oracle.forks.num_forks * 10_000 <= max(oracle.forks.num_tokens, 10_000)
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_alone(oracle: Oracle, device_name: str) -> None:
+    with engine_on(
+        oracle.folder,
+        device_name,
+        num_threads=2,
+        max_model_len=LIMIT,
+        max_num_seqs=1,
+        kv_cache_memory_bytes=64 << 20,
+        speculative_config=ngram(5, 2, 4),
+    ) as engine:
+        oracle.check(engine)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_ties_are_rare(oracle: Oracle) -> None:
+    """After everything above: what differs is a tie, and there is one in 10,000 tokens at most."""
+    assert oracle.forks.num_forks * 10_000 <= max(oracle.forks.num_tokens, 10_000)
