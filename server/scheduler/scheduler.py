@@ -164,7 +164,7 @@ class Scheduler:
         return set()
 
     def _fit_drafts(self, sequence: Sequence, wanted: InFlight) -> InFlight:
-        """As many of the drafts as free blocks have room for: nobody is preempted, or waits, for a guess."""
+        """As many of the drafts as free blocks have room for: nobody is preempted for a guess."""
         num_positions = (len(sequence.block_ids) + self._pool.num_free) * self._block_size - sequence.computed_upper
         num_unfit = min(wanted.num_drafts, max(0, wanted.num_query - num_positions))
         return replace(wanted, num_query=wanted.num_query - num_unfit, num_drafts=wanted.num_drafts - num_unfit)

@@ -99,6 +99,7 @@ class Simulation:
         self.scheduler, self.pool = self.core.scheduler, self.core.pool
         self.live: dict[str, list[Expected]] = {}
         self.launched: deque[tuple[StepPlan, Any]] = deque()
+        self.first: Sequence | None = None
         self.num_stalled = 0
         self.num_waited = 0
         self.num_requests = 0
@@ -235,8 +236,11 @@ class Simulation:
         """The first sequence advances: soon if it has a seat, else once those that have one end."""
         rows = () if plan is None else plan.rows
         self.num_rows += len(rows)
-        if first is None or first.is_finished or any(row.seq_id == first.seq_id for row in rows):
+        if first is not self.first or any(row.seq_id == first.seq_id for row in rows if first is not None):
+            self.first = first
             self.num_stalled = self.num_waited = 0
+        elif first is None or first.is_finished:
+            pass
         elif first.slot is None:
             self.num_waited += 1
             assert self.num_waited <= MAX_WAITING_STEPS, f"sequence {first.seq_id} is never started"

@@ -36,4 +36,4 @@ def test_random_traffic(depth: int, policy: str) -> None:
 @DEPTHS
 @POLICIES
 def test_much_random_traffic(depth: int, policy: str) -> None:
-    run_seeds(range(1000, 1500), depth=depth, policy=policy, num_steps=400)
+    run_seeds(range(1000, 1200), depth=depth, policy=policy, num_steps=400)
