@@ -93,7 +93,7 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The rows of a plan, settled, in its order."""
+    """The rows of a plan, settled, in any order."""
 
     rows: tuple[RowResult, ...]
 
