@@ -15,6 +15,7 @@ from server.engine.protocol import Engine
 from server.errors import ConfigError
 from server.events import EventBus
 from server.preprocess import Preprocessor
+from server.rpc.malformed import MalformedMessages
 from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -36,7 +37,9 @@ class GrpcServer:
         self._config = config
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._health = HealthService([SERVICE_NAME])
-        self._server = grpc.aio.server(options=_options(config.max_message_bytes))
+        self._server = grpc.aio.server(
+            interceptors=[MalformedMessages(SERVICE_NAME, events)], options=_options(config.max_message_bytes)
+        )
         service = InferenceService(engine, preprocessor, self._pool, events, max_message_bytes=config.max_message_bytes)
         add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)

@@ -273,8 +273,11 @@ async def test_what_is_no_message_ends_its_call_alone(server: RealServer) -> Non
     async with unharmed(server), grpc.aio.insecure_channel(server.front.target) as channel:
         raw: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/outrider.v1.Inference/Generate")
         for body in (b"\x0a\x02\xff\xfe", b"\x0a\x03\xed\xa0\x80", b"\xff\xff\xff", b"\x0a\x7f"):
-            with pytest.raises(grpc.aio.AioRpcError):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await raw(body).read()
+            error = error_from_rpc(caught.value)
+            assert isinstance(error, InvalidRequestError)
+            assert [violation.field for violation in error.violations] == ["request"]
 
 
 async def test_too_many_ids_to_abort_are_refused(server: RealServer) -> None:
