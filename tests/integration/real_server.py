@@ -11,6 +11,7 @@ from typing import Any
 from clients.aio import AsyncClient
 from protos.outrider.v1 import inference_pb2 as pb
 from server.config import Config
+from server.engine.engine import NativeEngine
 from server.preprocess import Preprocessor
 from server.scheduler.scheduler import Scheduler
 from server.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ class RealServer:
     """A running server; `client` does not retry."""
 
     front: Front
-    engine: Any
+    engine: NativeEngine
     scheduler: Scheduler
     tokenizer: SlowTokenizer
 
@@ -80,6 +81,10 @@ class RealServer:
     def client(self) -> AsyncClient:
         """A client of it."""
         return self.front.client
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the engine has yet to end the request; its caller may read for longer."""
+        return request_id in self.engine._live
 
     async def stats(self) -> pb.GetStatsResponse:
         """What GetStats says."""

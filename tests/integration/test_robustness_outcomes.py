@@ -34,6 +34,11 @@ LONG: GenerateOptions = {
 }
 
 
+def long(**more: Unpack[GenerateOptions]) -> GenerateOptions:
+    """Options of an answer that takes a while."""
+    return {**LONG, **more}
+
+
 class Running:
     """A request whose first delta has arrived."""
 
@@ -104,7 +109,7 @@ async def test_a_full_queue_refuses_and_recovers(server: RealServer) -> None:
 async def test_a_duplicate_harms_nobody_and_its_id_comes_free(server: RealServer) -> None:
     alone = await server.client.generate(**LONG)
     for _ in range(2):
-        first = await Running.begin(server.client, **LONG, request_id="twin")
+        first = await Running.begin(server.client, **long(request_id="twin"))
         for text in ("hi", f"{SLOW}hi"):
             with pytest.raises(DuplicateRequestError):
                 await server.client.generate(text, request_id="twin")
@@ -113,8 +118,8 @@ async def test_a_duplicate_harms_nobody_and_its_id_comes_free(server: RealServer
 
 
 async def test_abort_says_what_it_found_and_keeps_what_there_was(server: RealServer) -> None:
-    a, b = [await Running.begin(server.client, **LONG, request_id=name) for name in ("a", "b")]
-    c = asyncio.ensure_future(server.client.generate(**LONG, request_id="c").result())
+    a, b = [await Running.begin(server.client, **long(request_id=name)) for name in ("a", "b")]
+    c = asyncio.ensure_future(server.client.generate(**long(request_id="c")).result())
     await eventually_stats(server.client, lambda stats: stats.num_waiting == 1)
     assert await server.client.abort("a", "nobody", "c") == {"a": True, "nobody": False, "c": True}
     choice = await a.finish()
@@ -166,7 +171,7 @@ async def test_a_prompt_that_breaks_the_model_breaks_alone_and_leaves_no_trace(
     assert (await beside).choices[0].token_ids == alone.choices[0].token_ids
     wide = [70 + i % 90 for i in range((NUM_BLOCKS - 2) * BLOCK_SIZE)]
     await server.client.generate(token_ids=wide, max_tokens=8, cache_salt="every block")
-    again = await server.client.generate(**LONG, cache_salt="not cached")
+    again = await server.client.generate(**long(cache_salt="not cached"))
     assert again.choices[0].token_ids == alone.choices[0].token_ids
     await server.settle()
 
@@ -174,7 +179,7 @@ async def test_a_prompt_that_breaks_the_model_breaks_alone_and_leaves_no_trace(
 async def test_an_exception_while_detokenising_ends_its_request_alone(
     server: RealServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine: GenerateOptions = {**LONG, "max_tokens": 100}
+    mine = long(max_tokens=100)
     alone = (await server.client.generate(**mine)).choices[0].token_ids
     push = IncrementalDecoder.push
 
@@ -196,7 +201,7 @@ async def test_an_exception_while_detokenising_ends_its_request_alone(
 async def test_a_dead_engine_is_unavailable_to_all(
     server: RealServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = [await Running.begin(server.client, **LONG, request_id=str(i)) for i in range(2)]
+    running = [await Running.begin(server.client, **long(request_id=str(i))) for i in range(2)]
     queued = asyncio.ensure_future(server.client.generate(**LONG).result())
     tokenising = asyncio.ensure_future(server.client.generate(f"{SLOW}hi").result())
     await eventually(lambda: len(server.tokenizer.encoding) == 1)
