@@ -15,55 +15,15 @@ lengths is read on the device: a launch depends on shapes alone and can be captu
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.kernels.jit import ceil_div, jit, next_power_of_2, num_multiprocessors, tl
-
-MAX_SPLITS = 64
-PROGRAMS_PER_MULTIPROCESSOR = 8
-SHORT_QUERY = 16
-"""Longest query whose positions are split; longer ones have programs enough."""
+from server.kernels.attention_tiling import choose_num_splits, choose_tiling
+from server.kernels.jit import ceil_div, jit, next_power_of_2, tl
 
 _LOG2_E = math.log2(math.e)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a launch is cut: tile sizes, powers of two from 16, and what Triton is told about them."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
-    """The tiling for a matrix of `num_rows` query rows (tokens times heads per KV head).
-
-    A stage of Triton's pipeline goes to the block table and one to the keys and values that it points at, so
-    that five are needed to load one tile ahead of the one in use. float32 goes through the tensor cores as three
-    products of tf32, whose parts fill the registers: its tiles are small.
-    """
-    rows = max(16, next_power_of_2(num_rows))
-    if dtype == torch.float32:
-        return Tiling(min(rows, 32), 32, num_warps=4, num_stages=2)
-    if head_dim > 128:
-        return Tiling(min(rows, 128), 32, num_warps=4 if rows < 64 else 8, num_stages=5)
-    return Tiling(min(rows, 128), 64, num_warps=4 if rows < 128 else 8, num_stages=5)
-
-
-def choose_num_splits(num_programs: int, context_bound: int, block_n: int, multiprocessors: int) -> int:
-    """Over how many programs each row's positions are split: a power of two.
-
-    Args: num_programs: without splitting. context_bound: no row sees more positions.
-    """
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(1, num_programs)
-    most = min(MAX_SPLITS, ceil_div(context_bound, block_n))
-    return 1 << (max(1, min(wanted, most)).bit_length() - 1)
 
 
 @jit()
@@ -252,11 +212,11 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ) -> None:
-    """Weigh the splits of one head (axis 0) of one token of one row (axis 1) by their sums."""
-    head, row, token = tl.program_id(0), tl.program_id(1) // max_num_query, tl.program_id(1) % max_num_query
+    """Weigh the splits of one token of one row (axis 0) and one head (axis 1) by their sums."""
+    row, token, head = tl.program_id(0) // max_num_query, tl.program_id(0) % max_num_query, tl.program_id(1)
     if token >= tl.load(num_query_ptr + row):
         return
-    place = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     dim = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place)
     weight = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: one split is above minus infinity
@@ -318,11 +278,8 @@ def paged_attention(
     tiling = choose_tiling(max_num_query * group, head_dim, query.dtype)
     num_tiles = ceil_div(max_num_query * group, tiling.block_m)
     if num_splits is None:
-        num_splits = 1
-        if max_num_query <= SHORT_QUERY:
-            num_programs = num_tiles * num_kv_heads * num_rows
-            multiprocessors = num_multiprocessors(query.device)
-            num_splits = choose_num_splits(num_programs, context_bound, tiling.block_n, multiprocessors)
+        num_programs = num_tiles * num_kv_heads * num_rows
+        num_splits = choose_num_splits(num_programs, max_num_query, context_bound, tiling.block_n, query.device)
     is_split = num_splits > 1
     partial = lse = query  # never touched unless split
     if is_split:
@@ -370,7 +327,7 @@ def paged_attention(
         num_stages=tiling.num_stages,
     )
     if is_split:
-        _merge_kernel[(num_heads, num_rows * max_num_query)](
+        _merge_kernel[(num_rows * max_num_query, num_heads)](
             partial,
             lse,
             out,

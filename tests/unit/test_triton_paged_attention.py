@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from server.kernels.paged_attention import MAX_SPLITS, choose_num_splits, choose_tiling, paged_attention
+from server.kernels.attention_tiling import PROGRAMS_PER_MULTIPROCESSOR, choose_num_splits, choose_tiling
+from server.kernels.jit import INTERPRETER_MULTIPROCESSORS
+from server.kernels.paged_attention import paged_attention
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
 
 UNTOUCHED = 7.0
@@ -138,13 +140,17 @@ def test_what_does_not_fit_is_refused(kernel_device: str, name: str, change: Any
         paged_attention(**tensors, out=tensors["query"].clone(), max_num_query=3, context_bound=21, scaling=0.3)
 
 
-def test_the_cut_follows_shapes() -> None:
-    assert choose_num_splits(1, 100_000, 64, 132) == MAX_SPLITS
-    assert choose_num_splits(1, 512, 64, 132) == 8, "no split without a tile"
-    assert choose_num_splits(10_000, 8192, 64, 132) == 1, "programs enough"
-    for num_programs in range(1, 600, 7):
-        num_splits = choose_num_splits(num_programs, 8192, 64, 132)
-        assert num_splits.bit_count() == 1
+def test_positions_are_split_until_there_are_programs_enough() -> None:
+    device = torch.device("cpu")
+    enough = {is_short: n * INTERPRETER_MULTIPROCESSORS for is_short, n in PROGRAMS_PER_MULTIPROCESSOR.items()}
+    assert choose_num_splits(1, 16, 8192, 64, device) == enough[True]
+    assert choose_num_splits(1, 17, 8192, 64, device) == enough[False]
+    assert choose_num_splits(1, 1, 129, 64, device) == 2, "no split without a tile, and a power of two"
+    assert choose_num_splits(enough[True] // 2 + 1, 1, 8192, 64, device) == 1
+    assert choose_num_splits(10_000, 1, 8192, 64, device) == 1
+
+
+def test_tiles_are_what_a_product_of_tiles_takes() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for head_dim in (64, 128, 256):
             for rows in (1, 16, 24, 96, 8192):
