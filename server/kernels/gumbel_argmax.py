@@ -90,7 +90,7 @@ def _part_kernel(
     tl.store(best_id_ptr + place, tl.min(tl.where(best_score == top, best_id, vocab_size - 1), 0))
 
 
-@jit()
+@jit(unspecialised=("num_parts",))
 def _pick_kernel(
     best_score_ptr: tl.tensor,
     best_id_ptr: tl.tensor,
@@ -158,7 +158,7 @@ def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Te
         STREAM=stream * 0x9E3779B97F4A7C15 % 2**64,
         BLOCK_V=BLOCK_V,
     )
-    _pick_kernel[(num_all,)](best_score, best_id, ids, num_parts, BLOCK_P=next_power_of_2(num_parts))
+    _pick_kernel[(num_all,)](best_score, best_id, ids, num_parts, BLOCK_P=next_power_of_2(num_blocks))
     return ids
 
 

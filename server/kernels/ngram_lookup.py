@@ -149,7 +149,7 @@ def ngram_lookup(
         TAKES_LAST=takes_last,
         NUM_DRAFTS=num_drafts,
         BLOCK_K=next_power_of_2(num_drafts),
-        BLOCK_P=next_power_of_2(num_parts),
+        BLOCK_P=next_power_of_2(ceil_div(token_ids.shape[1], BLOCK_T)),  # one code for all bounds
     )
     return ids, counts
 
