@@ -11,12 +11,13 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from triton.runtime.errors import OutOfResources
 
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
@@ -238,7 +239,7 @@ def sweep_decode() -> None:
         for block_n, num_warps, num_stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7)):
             found = {}
             tiling = Tiling(block_m, block_n, num_warps, num_stages)
-            with tiling_of(tiling):
+            with tiling_of(tiling), suppress(OutOfResources):  # of shared memory
                 for num_splits in (1, 2, 4, 8, 16, 32):
                     if num_splits * block_n <= context:
                         found[num_splits] = bench.ours_us(num_splits=num_splits)
@@ -252,12 +253,9 @@ def sweep_prompt() -> None:
         bench = AttentionBench(shape, 1, context, context)
         for block_m, block_n, num_stages in itertools.product((64, 128), (32, 64, 128), (3, 5)):
             tiling = Tiling(block_m, block_n, block_m // 16, num_stages)
-            try:
-                with tiling_of(tiling):
-                    time = bench.ours_us()
-            except Exception as error:  # a tiling that does not fit the multiprocessor
-                print(f"{shape} prompt {context} {tiling}: {type(error).__name__}", flush=True)
-                continue
+            time = float("nan")
+            with tiling_of(tiling), suppress(OutOfResources):
+                time = bench.ours_us()
             print(
                 f"{shape} prompt {context} {tiling}: {time:.1f} us, {bench.flops / time / 1e6:.0f} TFLOP/s", flush=True
             )
