@@ -74,7 +74,11 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-loop", daemon=True)
         self._thread.start()
-        self._run(self._engine.start())
+        try:
+            self._run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

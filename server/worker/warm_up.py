@@ -19,7 +19,6 @@ def warm_up(executor: Executor, model: PreTrainedModel, head: LMHead, kv: Tensor
     Uses slot 0 and block 1, which nobody has yet and whoever gets them overwrites.
     Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
     """
-    _check_head(model, head, kv)
     request = Request(request_id="warm-up", prompt_token_ids=(1,) * PROMPT_LEN, sampling=SamplingParams(temperature=0))
     start = SequenceStart(
         slot=0,
@@ -36,6 +35,7 @@ def warm_up(executor: Executor, model: PreTrainedModel, head: LMHead, kv: Tensor
         error = executor.settle(executor.launch(plan)).rows[0].error
         if error is not None:
             raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
+    _check_head(model, head, kv)
 
 
 def _row(num_query: int, context_bound: int) -> PlanRow:

@@ -1,6 +1,7 @@
 """The offline API: what a script written for vLLM does with it."""
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,18 @@ def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match="NaN"):
         llm.generate([{"prompt_token_ids": [81]}, {"prompt_token_ids": [POISON]}], SamplingParams(max_tokens=200))
     assert llm.generate({"prompt_token_ids": [81]}, SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def test_a_model_that_fails_its_warm_up_leaves_no_thread_behind(tmp_path: Path, device_name: str) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ModelError, match="warm-up"):
+        LLM(
+            model=str(build_tiny_model(tmp_path, poison_token_id=1)),
+            device=device_name,
+            dtype="float32",
+            kv_cache_memory_bytes="4MiB",
+        )
+    assert set(threading.enumerate()) == before
 
 
 def test_wrong_settings_and_models_are_errors(folder: str, tmp_path: Path) -> None:
