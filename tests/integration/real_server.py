@@ -31,6 +31,7 @@ class SlowTokenizer:
 
     Attributes:
         encoding: the slow texts that are being encoded.
+        begun: the slow texts that ever were.
     """
 
     def __init__(self, inner: Tokenizer, delay_s: float = 0.05) -> None:
@@ -38,6 +39,7 @@ class SlowTokenizer:
         self._delay_s = delay_s
         self._lock = threading.Lock()
         self.encoding: list[str] = []
+        self.begun: set[str] = set()
         self.chat_template: Any = inner.chat_template
         self.backend_tokenizer = inner.backend_tokenizer  # type: ignore[attr-defined]  # the protocol has no need of it
 
@@ -52,6 +54,7 @@ class SlowTokenizer:
         if text.startswith(SLOW):
             with self._lock:
                 self.encoding.append(text)
+                self.begun.add(text)
             time.sleep(self._delay_s)
             with self._lock:
                 self.encoding.remove(text)

@@ -95,7 +95,7 @@ class Caller:
         if self.phase is Phase.QUEUED:
             self.is_there.set()
         elif self.phase is Phase.TOKENISING and self.way is not Way.DEADLINE:
-            await eventually(lambda: self.slow_text in self.server.tokenizer.encoding or reading.done())
+            await eventually(lambda: self.slow_text in self.server.tokenizer.begun or reading.done())
             self.is_there.set()
         if self.way is not Way.DEADLINE:
             await self.is_there.wait()

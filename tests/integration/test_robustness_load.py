@@ -21,7 +21,7 @@ from tests.integration.real_server import BLOCK_SIZE, NGRAM, RealServer, real_se
 from tests.tiny_model import build_tiny_model
 
 MAX_LEN = 4500
-NUM_LOGPROBS = 10
+NUM_LOGPROBS = 40
 NARROW = [("grpc.http2.bdp_probe", 0)]
 """A connection that holds 64 KiB that nobody has read, as it does at first; by default it learns to hold megabytes."""
 
@@ -61,7 +61,7 @@ async def read_late(server: RealServer, options: GenerateOptions) -> tuple[Choic
         tracemalloc.start()
         call = InferenceStub(channel).Generate(generate_request(None, {**options, "request_id": "late"}))
         await eventually(lambda: server.is_live("late"))
-        await eventually(lambda: not server.is_live("late"), timeout_s=100)
+        await eventually(lambda: not server.is_live("late"), timeout_s=500)
         nbytes, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         builder = OutputBuilder()
@@ -81,9 +81,9 @@ async def nobody_waits_for_a_late_reader(model: Path, num_tokens: int) -> None:
         assert (choice.text, choice.token_ids) == (expected.text, expected.token_ids)
         assert "".join(delta.text for delta in deltas) == choice.text
         assert [position.chosen.token_id for position in choice.logprobs] == list(choice.token_ids)
-        assert max(len(delta.token_ids) for delta in deltas) > num_tokens / 4, "what waited came in large pieces"
-        # Each position is eleven small objects, once; the rest is what two other streams take.
-        assert nbytes < num_tokens * NUM_LOGPROBS * 400 + (4 << 20)
+        assert len(deltas) < num_tokens / 2, "what waited came in few large pieces"
+        # Its own output and no more: an alternative is one small object. The rest is what two other streams take.
+        assert nbytes < num_tokens * NUM_LOGPROBS * 250 + (4 << 20)
         gaps = sorted(gap for other in others for gap in other.result()[0])
         assert gaps[len(gaps) // 2] < 0.25
         assert len(set.union(*(other.result()[1] for other in others))) == 1
@@ -91,10 +91,11 @@ async def nobody_waits_for_a_late_reader(model: Path, num_tokens: int) -> None:
 
 
 async def test_nobody_waits_for_a_late_reader(model: Path) -> None:
-    await nobody_waits_for_a_late_reader(model, 400)
+    await nobody_waits_for_a_late_reader(model, 300)
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 async def test_nobody_waits_for_a_reader_late_by_four_thousand_tokens(model: Path) -> None:
     await nobody_waits_for_a_late_reader(model, 4000)
 
