@@ -113,7 +113,8 @@ async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, numb
         async with AsyncClient(f"unix:{path}", retry=NO_RETRY) as client:
             await client.wait_ready(timeout_s=60)
             left = client.generate("once", max_tokens=NUM_TOKENS, ignore_eos=True, n=16)
-            await anext(aiter(left))
+            deltas = aiter(left)  # an iterator that is dropped ends the call
+            await anext(deltas)
             process.send_signal(number)
             await is_refused(client)
             assert process.poll() is None, "it waits for the stream"
