@@ -95,6 +95,7 @@ def _pick_kernel(
     best_score_ptr: tl.tensor,
     best_id_ptr: tl.tensor,
     ids_ptr: tl.tensor,
+    scores_ptr: tl.tensor,
     num_parts: int,
     BLOCK_P: tl.constexpr,
 ) -> None:
@@ -104,16 +105,20 @@ def _pick_kernel(
     is_part = part < num_parts
     score = tl.load(best_score_ptr + place, mask=is_part, other=float("-inf"))
     token_id = tl.load(best_id_ptr + place, mask=is_part, other=0x7FFFFFFF)
-    winner = tl.min(tl.where(is_part & (score == tl.max(score, 0)), token_id, 0x7FFFFFFF), 0)
+    top = tl.max(score, 0)
+    winner = tl.min(tl.where(is_part & (score == top), token_id, 0x7FFFFFFF), 0)
     tl.store(ids_ptr + tl.program_id(0), winner.to(tl.int64))
+    tl.store(scores_ptr + tl.program_id(0), top)
 
 
 @torch.library.custom_op("outrider::gumbel_argmax", mutates_args=())
-def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, stream: int) -> Tensor:
+def gumbel_argmax(
+    logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, stream: int
+) -> tuple[Tensor, Tensor]:
     """Choose a token in each of Q positions of M rows: argmax(logits / temperature + noise).
 
     Of equal scores the lowest id wins, as in the twin. NaN counts as infinity: a row with NaN still gets
-    an id of the vocabulary, for whoever finds it broken to ignore.
+    an id of the vocabulary, and a score that tells.
 
     Args:
         logits: [M, Q, vocab] float32, float16 or bfloat16, last dimension contiguous; not changed.
@@ -121,7 +126,9 @@ def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Te
         temperature: [M] float32; where it is 0 the likeliest token is chosen, without noise.
         stream: of worker.noise.Stream.
 
-    Returns: [M, Q] int64.
+    Returns: the ids, [M, Q] int64, and their scores, [M, Q] float32: finite unless the logits have NaN or infinity,
+        or leave nothing to choose.
+
     Raises: ValueError, before any launch.
     Twin: noise.gumbel and argmax in worker/sampler.py; scores equal but for the last bits of a logarithm.
     """
@@ -135,8 +142,9 @@ def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Te
         raise ValueError("a last dimension is not contiguous")
     num_all = num_rows * num_positions
     ids = torch.empty(num_rows, num_positions, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(num_rows, num_positions, dtype=torch.float32, device=logits.device)
     if num_all == 0:
-        return ids
+        return ids, scores
     num_blocks = ceil_div(vocab_size, BLOCK_V)
     wanted = ceil_div(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device), num_all)
     part_size = ceil_div(num_blocks, min(wanted, num_blocks)) * BLOCK_V
@@ -158,10 +166,11 @@ def gumbel_argmax(logits: Tensor, key: Tensor, position: Tensor, temperature: Te
         STREAM=stream * 0x9E3779B97F4A7C15 % 2**64,
         BLOCK_V=BLOCK_V,
     )
-    _pick_kernel[(num_all,)](best_score, best_id, ids, num_parts, BLOCK_P=next_power_of_2(num_blocks))
-    return ids
+    _pick_kernel[(num_all,)](best_score, best_id, ids, scores, num_parts, BLOCK_P=next_power_of_2(num_blocks))
+    return ids, scores
 
 
 @gumbel_argmax.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape[:2], dtype=torch.int64)
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[:2]
+    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)

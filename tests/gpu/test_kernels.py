@@ -236,7 +236,7 @@ def test_gumbel_draws_equal_the_twin(num_rows: int, num_positions: int, vocab_si
     generator = torch.Generator(DEVICE).manual_seed(2)
     logits = 3 * torch.randn(num_rows, num_positions, vocab_size, generator=generator, device=DEVICE)
     key, position, temperatures = sampling_rows(num_rows, temperature)
-    found = gumbel_argmax(logits, key, position, temperatures, Stream.TARGET)
+    found, _ = gumbel_argmax(logits, key, position, temperatures, Stream.TARGET)
     positions = position[:, None] + torch.arange(num_positions, device=DEVICE)
     scores = logits
     if temperature > 0:
@@ -250,7 +250,7 @@ def test_gumbel_draws_equal_the_twin(num_rows: int, num_positions: int, vocab_si
 
 def test_rows_of_nan_end_and_stay_inside_the_vocabulary() -> None:
     logits = torch.full((4, 2, 50_000), torch.nan, device=DEVICE)
-    found = gumbel_argmax(logits, *sampling_rows(4, 1.0), Stream.TARGET)
+    found, _ = gumbel_argmax(logits, *sampling_rows(4, 1.0), Stream.TARGET)
     assert found.tolist() == [[0, 0]] * 4
 
 
@@ -298,7 +298,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
     def step() -> None:
         write_kv(layer, key, key, places % 8, places)
         attend(inputs, out)
-        chosen.copy_(gumbel_argmax(logits, *rows, Stream.TARGET))
+        chosen.copy_(gumbel_argmax(logits, *rows, Stream.TARGET)[0])
         drafted.copy_(lookup(texts, takes_last=False)[0])
 
     step()

@@ -30,7 +30,7 @@ def twin(logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, str
 def test_without_logits_the_noise_alone_decides(kernel_device: str, vocab_size: int, stream: Stream) -> None:
     """A single wrong bit of the words would give other winners."""
     logits = torch.zeros(len(KEYS), 3, vocab_size, device=kernel_device)
-    found = gumbel_argmax(logits, *rows(kernel_device), stream)
+    found, _ = gumbel_argmax(logits, *rows(kernel_device), stream)
     assert torch.equal(found, twin(logits, *rows(kernel_device), stream))
 
 
@@ -42,23 +42,24 @@ def test_draws_equal_the_twin(kernel_device: str, temperature: float, dtype: tor
     logits = logits.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
     logits[:, :, 100:300] = -torch.inf
     args = rows(kernel_device, temperature)
-    assert torch.equal(gumbel_argmax(logits, *args, Stream.TARGET), twin(logits, *args, Stream.TARGET))
+    assert torch.equal(gumbel_argmax(logits, *args, Stream.TARGET)[0], twin(logits, *args, Stream.TARGET))
 
 
 def test_rows_of_temperature_0_are_greedy_beside_others(kernel_device: str) -> None:
     logits = torch.randn(len(KEYS), 2, 500, generator=torch.Generator().manual_seed(1)).to(kernel_device)
     key, position, temperature = rows(kernel_device)
     temperature[1::2] = 0
-    found = gumbel_argmax(logits, key, position, temperature, Stream.TARGET)
+    found, scores = gumbel_argmax(logits, key, position, temperature, Stream.TARGET)
     assert torch.equal(found, twin(logits, key, position, temperature, Stream.TARGET))
     assert torch.equal(found[1::2], logits[1::2].argmax(-1))
+    assert torch.equal(scores[1::2], logits[1::2].amax(-1))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4 * BLOCK_V])
 def test_of_equal_logits_the_lowest_id_wins(kernel_device: str, vocab_size: int) -> None:
     logits = torch.zeros(len(KEYS), 1, vocab_size, device=kernel_device)
     logits[:, :, [vocab_size // 2, vocab_size - 2, vocab_size - 1]] = 3.0
-    found = gumbel_argmax(logits, *rows(kernel_device, 0.0), Stream.TARGET)
+    found, _ = gumbel_argmax(logits, *rows(kernel_device, 0.0), Stream.TARGET)
     assert found.tolist() == [[vocab_size // 2]] * len(KEYS)
 
 
@@ -68,20 +69,22 @@ def test_broken_rows_give_an_id_and_leave_the_others_alone(kernel_device: str, f
     vocab_size = BLOCK_V + 3
     logits = torch.randn(len(KEYS), 2, vocab_size, generator=torch.Generator().manual_seed(1)).to(kernel_device)
     args = rows(kernel_device, temperature)
-    intact = gumbel_argmax(logits, *args, Stream.TARGET)
+    intact, scores = gumbel_argmax(logits, *args, Stream.TARGET)
+    assert scores.isfinite().all()
     logits[1] = fill
     logits[2, 0, 40] = torch.nan
-    found = gumbel_argmax(logits, *args, Stream.TARGET)
+    found, scores = gumbel_argmax(logits, *args, Stream.TARGET)
     assert torch.equal(found[[0, 3, 4]], intact[[0, 3, 4]])
     assert found[1].tolist() == [0, 0]
     assert found[2, 0] == 40, "NaN counts as infinity, as in argmax"
+    assert scores.isfinite().tolist() == [[True] * 2, [False] * 2, [False, True], [True] * 2, [True] * 2]
 
 
 def test_the_operator_s_shapes(kernel_device: str) -> None:
     logits = torch.zeros(len(KEYS), 2, 10, device=kernel_device)
     args = (logits, *rows(kernel_device), int(Stream.TARGET))
     torch.library.opcheck(gumbel_argmax, args, test_utils=("test_schema", "test_faketensor"))
-    assert gumbel_argmax(logits[:, :0], *args[1:]).shape == (len(KEYS), 0)
+    assert gumbel_argmax(logits[:, :0], *args[1:])[0].shape == (len(KEYS), 0)
 
 
 def test_what_does_not_fit_is_refused(kernel_device: str) -> None:
