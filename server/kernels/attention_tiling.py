@@ -9,9 +9,9 @@ from server.kernels.jit import ceil_div, next_power_of_2, num_multiprocessors
 MAX_SPLITS = 64
 SHORT_QUERY = 16
 """Longest query that is a decoding or a verification, whose time is that of reading KV."""
-PROGRAMS_PER_MULTIPROCESSOR = {True: 8, False: 1}
-"""By whether queries are short: how many programs to split for. Reading wants many in flight; multiplying
-needs no more than one for each multiprocessor."""
+SHORT_PROGRAMS, LONG_PROGRAMS = 8, 1
+"""For each multiprocessor, how many programs short and long queries are split for: reading wants many loads in
+flight, multiplying no more than one program everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def choose_num_splits(
 
     Args: num_programs: without splitting. context_bound: no row sees more positions.
     """
-    wanted_programs = PROGRAMS_PER_MULTIPROCESSOR[max_num_query <= SHORT_QUERY] * num_multiprocessors(device)
-    wanted = wanted_programs // max(1, num_programs)
+    per_multiprocessor = SHORT_PROGRAMS if max_num_query <= SHORT_QUERY else LONG_PROGRAMS
+    wanted = per_multiprocessor * num_multiprocessors(device) // max(1, num_programs)
     most = min(MAX_SPLITS, ceil_div(context_bound, block_n))
     return 1 << (max(1, min(wanted, most)).bit_length() - 1)

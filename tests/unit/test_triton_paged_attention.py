@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.kernels.attention_tiling import PROGRAMS_PER_MULTIPROCESSOR, choose_num_splits, choose_tiling
+from server.kernels.attention_tiling import LONG_PROGRAMS, SHORT_PROGRAMS, choose_num_splits, choose_tiling
 from server.kernels.jit import INTERPRETER_MULTIPROCESSORS
 from server.kernels.paged_attention import paged_attention
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
@@ -141,11 +141,11 @@ def test_what_does_not_fit_is_refused(kernel_device: str, name: str, change: Any
 
 def test_positions_are_split_until_there_are_programs_enough() -> None:
     device = torch.device("cpu")
-    enough = {is_short: n * INTERPRETER_MULTIPROCESSORS for is_short, n in PROGRAMS_PER_MULTIPROCESSOR.items()}
-    assert choose_num_splits(1, 16, 8192, 64, device) == enough[True]
-    assert choose_num_splits(1, 17, 8192, 64, device) == enough[False]
+    short, long = (n * INTERPRETER_MULTIPROCESSORS for n in (SHORT_PROGRAMS, LONG_PROGRAMS))
+    assert choose_num_splits(1, 16, 8192, 64, device) == short
+    assert choose_num_splits(1, 17, 8192, 64, device) == long
     assert choose_num_splits(1, 1, 129, 64, device) == 2, "no split without a tile, and a power of two"
-    assert choose_num_splits(enough[True] // 2 + 1, 1, 8192, 64, device) == 1
+    assert choose_num_splits(short // 2 + 1, 1, 8192, 64, device) == 1
     assert choose_num_splits(10_000, 1, 8192, 64, device) == 1
 
 
