@@ -129,6 +129,7 @@ def _attention_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    SPLIT_SPAN: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
     """Program (tile and split, KV head, row) of the grid; see the module's docstring."""
@@ -155,12 +156,15 @@ def _attention_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-    if IS_SPLIT:
+    if SPLIT_SPAN > 0:
+        begin = tl.maximum(begin, split * SPLIT_SPAN)
+        end = tl.minimum(end, (split + 1) * SPLIT_SPAN)
+    elif IS_SPLIT:
         num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
         span = (num_tiles + num_splits - 1) // num_splits * BLOCK_N
         begin = begin + split * span
-        end = tl.minimum(begin + span, end)  # at or below begin where nothing is left
-    # Positions below `full_end` are seen by every query row.
+        end = tl.minimum(begin + span, end)
+    # Positions below `full_end` are seen by every query row. Where a split has nothing, its end is not above begin.
     full_end = begin
     if WINDOW == 0:
         full_end = tl.maximum(begin, tl.minimum(end, lowest + 1) // BLOCK_N * BLOCK_N)
@@ -191,8 +195,7 @@ def _attention_kernel(
     if IS_SPLIT:
         place = ((row * max_num_query + token) * (tl.num_programs(1) * GROUP) + head).to(tl.int64) * num_splits + split
         tl.store(lse_ptr + place, maximum + tl.log2(total), mask=is_row)
-        if begin < end:
-            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
+        tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
     else:
         pointer = out_ptr + (first_token + token)[:, None] * stride_out_token + head[:, None] * stride_out_head
         tl.store(pointer + dim[None, :], values.to(out_ptr.dtype.element_ty), mask=is_element)
@@ -220,7 +223,7 @@ def _merge_kernel(
     dim = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place)
     weight = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: one split is above minus infinity
-    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # nothing else was written
+    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # the others are 0
     values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
     merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
     first_token = tl.load(first_token_ptr + row).to(tl.int64)
@@ -244,7 +247,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    num_splits: int | None = None,
+    split_span: int | None = None,
 ) -> None:
     """Attend each of N rows to its own blocks, causally; never waits for the device.
 
@@ -264,12 +267,15 @@ def paged_attention(
             as large as the caller likes to keep few shapes.
         sliding_window: positions seen, the token's own included. softcap: as in reference.attention.
         sinks: [heads], a logit without a value.
-        num_splits: a power of two that fixes the order of summation whatever the batch; None chooses by shape.
+        split_span: positions per split, a multiple of 128. It fixes a token's order of summation whatever is in the
+            batch and whatever the bounds are; None splits by shape and by length.
 
     Raises: ValueError, before any launch.
     Twin: reference.paged_attention.
     """
     _check(query, layer, out, first_token, num_query, slots, positions, block_table, sinks)
+    if split_span is not None and (split_span <= 0 or split_span % 128):
+        raise ValueError(f"split_span {split_span} is not a multiple of 128")
     num_rows, num_heads, head_dim = first_token.shape[0], query.shape[1], query.shape[2]
     num_kv_heads, block_size = layer.shape[1], layer.shape[2]
     if num_rows == 0 or max_num_query == 0:
@@ -277,9 +283,11 @@ def paged_attention(
     group = num_heads // num_kv_heads
     tiling = choose_tiling(max_num_query * group, head_dim, query.dtype)
     num_tiles = ceil_div(max_num_query * group, tiling.block_m)
-    if num_splits is None:
+    if split_span is None:
         num_programs = num_tiles * num_kv_heads * num_rows
         num_splits = choose_num_splits(num_programs, max_num_query, context_bound, tiling.block_n, query.device)
+    else:
+        num_splits = next_power_of_2(ceil_div(context_bound, split_span))
     is_split = num_splits > 1
     partial = lse = query  # never touched unless split
     if is_split:
@@ -322,6 +330,7 @@ def paged_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
         IS_SPLIT=is_split,
+        SPLIT_SPAN=split_span or 0,
         LOG2_E=_LOG2_E,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

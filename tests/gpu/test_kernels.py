@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
+from server.kernels import paged_attention as attention_module
 from server.kernels import reference
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
@@ -153,18 +155,27 @@ def test_attention_equals_its_twin_and_itself(case: Case) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2, 8, 64])
 def test_any_number_of_splits_gives_the_same(num_splits: int) -> None:
     inputs = Case("", [(length, 1) for length in LENGTHS]).inputs()
-    expected = inputs.expected(SCALING, torch.float64)
-    error = relative_error(attend(inputs, num_splits=num_splits), expected)
-    assert error < MAX_ERROR[torch.bfloat16]
+    with patch.object(attention_module, "choose_num_splits", lambda *_: num_splits):
+        found = attend(inputs)
+    assert relative_error(found, inputs.expected(SCALING, torch.float64)) < MAX_ERROR[torch.bfloat16]
 
 
-def test_with_splits_fixed_a_row_does_not_depend_on_its_batch() -> None:
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 700}], ids=str)
+def test_splits_of_a_fixed_span(options: dict[str, Any]) -> None:
+    inputs = Case("", [(max(6, length), 6) for length in LENGTHS]).inputs()
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-2, 3, 32, device=DEVICE)}
+    expected = inputs.expected(SCALING, torch.float64, **options)
+    assert relative_error(attend(inputs, split_span=512, **options), expected) < MAX_ERROR[torch.bfloat16]
+
+
+def test_with_a_fixed_span_a_row_does_not_depend_on_its_batch() -> None:
     """Bit for bit: what a batch-invariant mode rests on."""
     inputs = Case("", [(300 + 61 * i, 1) for i in range(64)]).inputs()
-    together = attend(inputs, num_splits=8)
+    together = attend(inputs, split_span=512)
     for count in (1, 2, 7, 33):
         rows = {name: x[:count] for name, x in inputs.rows().items() if name not in ("positions", "block_table")}
-        alone = attend(inputs, num_splits=8, **rows)
+        alone = attend(inputs, split_span=512, context_bound=300 + 61 * count, **rows)
         assert torch.equal(alone[:count], together[:count])
         assert alone[count:].isnan().all()
 

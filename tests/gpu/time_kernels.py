@@ -108,7 +108,7 @@ class AttentionBench:
         seen = self.num_query * (self.context - (self.num_query - 1) / 2)
         return 4.0 * self.num_rows * self.heads * self.head_dim * seen
 
-    def ours_us(self, *, num_splits: int | None = None, context_bound: int | None = None) -> float:
+    def ours_us(self, *, context_bound: int | None = None, split_span: int | None = None) -> float:
         def call(layer: int) -> None:
             paged_attention(
                 self.query,
@@ -122,7 +122,7 @@ class AttentionBench:
                 max_num_query=self.num_query,
                 context_bound=context_bound or self.context,
                 scaling=self.head_dim**-0.5,
-                num_splits=num_splits,
+                split_span=split_span,
             )
 
         return time_us([lambda i=i: call(i) for i in range(self.num_layers)])  # type: ignore[misc]
@@ -148,10 +148,10 @@ def time_attention() -> None:
     for name, shape in (("8B", EIGHT_B), ("SmolLM2", SMOLLM2)):
         for context, num_rows in itertools.product((512, 2048, 8192), (1, 4, 8, 16, 32, 64)):
             bench = AttentionBench(shape, num_rows, context, 1)
-            far = bench.ours_us(context_bound=32_768)
+            far, fixed = bench.ours_us(context_bound=32_768), bench.ours_us(split_span=512)
             time = bench.ours_us()
             label = f"attention {name} decode batch {num_rows} context {context}"
-            report(label, time, bench.nbytes, bench.flops, bound_32k=far, sdpa=bench.sdpa_us())
+            report(label, time, bench.nbytes, bench.flops, bound_32k=far, span_512=fixed, sdpa=bench.sdpa_us())
         for num_query, num_rows in itertools.product((6, 16), (1, 16, 64)):
             bench = AttentionBench(shape, num_rows, 2048, num_query)
             label = f"attention {name} {num_query} tokens batch {num_rows} context 2048"
@@ -223,9 +223,9 @@ def time_lookup() -> None:
         report(f"n-gram lookup {num_rows} x {length}", time_us([call] * 4), 4 * num_rows * length, torch=twin_us)
 
 
-def tiling_of(tiling: Tiling) -> AbstractContextManager[object]:
-    """Attention with a given tiling."""
-    return patch.object(attention_module, "choose_tiling", lambda *_: tiling)
+def forced(name: str, choice: object) -> AbstractContextManager[object]:
+    """Attention with a given tiling or number of splits."""
+    return patch.object(attention_module, name, lambda *_: choice)
 
 
 def sweep_decode() -> None:
@@ -239,10 +239,10 @@ def sweep_decode() -> None:
         for block_n, num_warps, num_stages in itertools.product((32, 64, 128), (4, 8), (3, 5, 7)):
             found = {}
             tiling = Tiling(block_m, block_n, num_warps, num_stages)
-            with tiling_of(tiling), suppress(OutOfResources):  # of shared memory
-                for num_splits in (1, 2, 4, 8, 16, 32):
-                    if num_splits * block_n <= context:
-                        found[num_splits] = bench.ours_us(num_splits=num_splits)
+            for num_splits in (1, 2, 4, 8, 16, 32):
+                splits, tiles = forced("choose_num_splits", num_splits), forced("choose_tiling", tiling)
+                with splits, tiles, suppress(OutOfResources):  # of shared memory
+                    found[num_splits] = bench.ours_us()
             times = " ".join(f"{splits}:{time:.1f}" for splits, time in found.items())
             print(f"{shape} x{num_rows} ctx {context} q {num_query} {tiling}: {times} (floor {floor:.1f})", flush=True)
 
@@ -254,7 +254,7 @@ def sweep_prompt() -> None:
         for block_m, block_n, num_stages in itertools.product((64, 128), (32, 64, 128), (3, 5)):
             tiling = Tiling(block_m, block_n, block_m // 16, num_stages)
             time = float("nan")
-            with tiling_of(tiling), suppress(OutOfResources):
+            with forced("choose_tiling", tiling), suppress(OutOfResources):
                 time = bench.ours_us()
             print(
                 f"{shape} prompt {context} {tiling}: {time:.1f} us, {bench.flops / time / 1e6:.0f} TFLOP/s", flush=True

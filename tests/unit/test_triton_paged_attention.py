@@ -1,10 +1,14 @@
 """Paged attention's kernel against its twin, through Triton's interpreter where there is no GPU."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from server.kernels import paged_attention as module
 from server.kernels.attention_tiling import LONG_PROGRAMS, SHORT_PROGRAMS, choose_num_splits, choose_tiling
 from server.kernels.jit import INTERPRETER_MULTIPROCESSORS
 from server.kernels.paged_attention import paged_attention
@@ -30,7 +34,10 @@ def attend(inputs: AttentionInputs, **options: Any) -> torch.Tensor:
 
 
 def check(inputs: AttentionInputs, *, num_splits: int | None = None, **options: Any) -> None:
-    out = attend(inputs, num_splits=num_splits, **options)
+    forced = nullcontext() if num_splits is None else patch.object(module, "choose_num_splits", lambda *_: num_splits)
+    with forced:
+        out = attend(inputs, **options)
+    options.pop("split_span", None)
     expected = inputs.expected(0.3, **options).nan_to_num(nan=UNTOUCHED)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # float32 sums in another order
 
@@ -115,6 +122,28 @@ def test_splits_beyond_the_context_add_nothing(kernel_device: str) -> None:
     check(inputs, num_splits=16)
 
 
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"sliding_window": 100, "sinks": True}], ids=str)
+def test_splits_of_a_fixed_span(kernel_device: str, options: dict[str, Any]) -> None:
+    """Some are empty: behind a short row's end, and in front of a window."""
+    rows = [(300, 3), (20, 3), (257, 3)]
+    inputs = attention_inputs(rows, heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-1, 2, 2, device=kernel_device)}
+    check(inputs, split_span=128, **options)
+
+
+def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_device: str) -> None:
+    inputs = attention_inputs(
+        [(300, 3), (200, 3)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device
+    )
+    together = attend(inputs, split_span=128)
+    first, last = inputs.first_token[:1] + 2, inputs.num_query[:1] - 2
+    alone = replace(
+        inputs, first_token=first, num_query=last, slots=inputs.slots[:1], max_num_query=1, context_bound=8192
+    )
+    assert torch.equal(attend(alone, split_span=128)[2], together[2])
+
+
 def test_the_operator_declares_what_it_changes(kernel_device: str) -> None:
     inputs = attention_inputs([(20, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
     args = (inputs.query, inputs.clean_layer, torch.empty_like(inputs.query), *inputs.rows().values(), 1, 21, 0.3)
@@ -137,6 +166,12 @@ def test_what_does_not_fit_is_refused(kernel_device: str, name: str, change: Any
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=reason):
         paged_attention(**tensors, out=tensors["query"].clone(), max_num_query=3, context_bound=21, scaling=0.3)
+
+
+def test_a_span_that_does_not_hold_whole_tiles_is_refused(kernel_device: str) -> None:
+    inputs = attention_inputs([(20, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    with pytest.raises(ValueError, match="multiple of 128"):
+        attend(inputs, split_span=100)
 
 
 def test_positions_are_split_until_there_are_programs_enough() -> None:
