@@ -38,7 +38,7 @@ class MergedLinear:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         weight = torch.cat([layer.weight for layer in layers])
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in layers if _has_bias(layer)]
         bias = torch.cat(biases) if biases else None
         self._linear = PackedLinear(weight, bias)
         self._sizes = [layer.out_features for layer in layers]
@@ -90,6 +90,8 @@ def pack_linears(decoder: nn.Module) -> None:
 
 
 def _can_merge(layers: Sequence[nn.Linear]) -> bool:
-    first = layers[0]
-    has_bias = [layer.bias is not None for layer in layers]
-    return all(layer.in_features == first.in_features for layer in layers) and len(set(has_bias)) == 1
+    return len({(layer.in_features, _has_bias(layer)) for layer in layers}) == 1
+
+
+def _has_bias(layer: nn.Linear) -> bool:
+    return "bias" in dict(layer.named_parameters())

@@ -82,10 +82,7 @@ def test_what_cannot_be_followed_is_refused(environ: Mapping[str, str], message:
     ],
 )
 def test_samplers_by_their_standard_names(environ: Mapping[str, str], expected: sampling.Sampler) -> None:
-    described: list[str] = [
-        sampler.get_description()
-        for sampler in (make_sampler(environ), expected)
-    ]
+    described: list[str] = [sampler.get_description() for sampler in (make_sampler(environ), expected)]
     assert described[0] == described[1]
 
 
