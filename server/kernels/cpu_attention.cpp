@@ -236,7 +236,7 @@ Tensor paged_attention(const Tensor query, const Tensor layer, const Tensor firs
   const int64_t strides[3] = {query.size(1) * head_dim, head_dim, 1};
   const bool is_query_bf16 = is_bfloat16(query, "query"), is_kv_bf16 = is_bfloat16(layer, "layer");
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       3, sizes, strides, is_query_bf16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(),
       aoti_torch_device_type_cpu(), 0, &handle));
   Tensor output(handle);

@@ -20,6 +20,7 @@ namespace outrider {
 
 constexpr int64_t kKeysPerGroup = 16;  // lie side by side in a KV block, whose size is a multiple of this
 constexpr int64_t kKeysPerTile = 64;
+constexpr int64_t kKeysAhead = 32;     // fetched early: half the time where others use the memory too
 constexpr int64_t kKeysPerSpan = 512;  // the unit of parallel work along the keys
 
 struct Attention {
@@ -177,9 +178,11 @@ inline void pack(const KeyGroup<BFloat16>& group, PairElement* keys, PairElement
   }
   for (int64_t i = 0; i < kKeysPerGroup; i += 2) {
     PairElement* to = values + i / 2 * group.head_dim;
-    for (int64_t d = 0; d < group.head_dim; d += kWidth) {
-      PairElement::interleave(to + d, group.value(i) + d, group.value(i + 1) + d);
+    int64_t d = 0;
+    for (; d + 2 * kWidth <= group.head_dim; d += 2 * kWidth) {
+      PairElement::interleave_twice(to + d, group.value(i) + d, group.value(i + 1) + d);
     }
+    if (d < group.head_dim) PairElement::interleave(to + d, group.value(i) + d, group.value(i + 1) + d);
   }
 }
 #endif
@@ -252,6 +255,7 @@ class TileKernel {
     const int64_t last = *std::max_element(attention_.positions + begin, attention_.positions + end);
     const int64_t num_keys = std::min(kKeysPerTile, (last - first) / kKeysPerGroup * kKeysPerGroup + kKeysPerGroup);
     for (int64_t key = 0; key < num_keys; key += kKeysPerGroup) {
+      if (first + key + kKeysAhead <= last) prefetch(first + key + kKeysAhead);
       pack(group(first + key), keys_ + key, values_ + key / Element::kNumbers * head_dim_);
     }
     const int64_t row = (begin - tile_.begin) * heads_, rows = (end - begin) * heads_;
@@ -271,6 +275,14 @@ class TileKernel {
     const KV* rows = static_cast<const KV*>(attention_.layer) + block * attention_.layer_strides[0] +
                      kv_head_ * attention_.layer_strides[1] + key % attention_.block_size * attention_.layer_strides[2];
     return {rows, attention_.layer_strides[2], head_dim_};
+  }
+
+  // A row's blocks lie anywhere, which the CPU does not foresee.
+  void prefetch(int64_t key) const {
+    const KeyGroup<KV> ahead = group(key);
+    for (int64_t i = 0; i < kKeysPerGroup; i++) {
+      for (int64_t d = 0; d < 2 * head_dim_; d += 64 / sizeof(KV)) __builtin_prefetch(ahead.key(i) + d);
+    }
   }
 
   // Turns a row's scores into weights, in place, and moves its state on to the new largest score.
