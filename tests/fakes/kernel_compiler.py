@@ -1,0 +1,53 @@
+"""Compiles for a Hopper GPU what the launchers would launch, on a machine without one; run as a program.
+
+The interpreter accepts more Python than the compiler does. `TRITON_INTERPRET` must not be set.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.kv_write import write_kv
+from server.kernels.ngram_lookup import ngram_lookup
+from server.kernels.paged_attention import paged_attention
+from tests.fakes.kernel_inputs import attention_inputs
+
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands in for a launch."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        n: options.pop(n) for n in kernel.arg_names if n in options
+    }
+    constants = {kernel.params[i].name: values[kernel.params[i].name] for i in kernel.constexprs}
+    types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
+    compiled = triton.compile(ASTSource(kernel, types, constants), target=HOPPER, options=options)
+    print(kernel.__name__, len(compiled.asm["cubin"]), flush=True)
+
+
+def launch_all() -> None:
+    """Each kernel once, attention in its two forms."""
+    for num_query, options in ((2, {"sliding_window": 9, "softcap": 2.0}), (40, {})):
+        inputs = attention_inputs(
+            [(500, num_query)], heads=4, kv_heads=2, head_dim=64, block_size=16, device="cpu", dtype=torch.bfloat16
+        )
+        bounds = {"max_num_query": num_query, "context_bound": 500, "scaling": 1.0}
+        out = torch.empty_like(inputs.query)
+        paged_attention(inputs.query, inputs.layer, out, **inputs.rows(), **bounds, **options)
+    key = torch.zeros(2, 2, 64)
+    rows = torch.zeros(2, dtype=torch.int64)
+    write_kv(inputs.layer, key, key, rows, rows)
+    gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
+    ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, 2, 4, 5, False)
+
+
+if __name__ == "__main__":
+    with patch.object(JITFunction, "run", compile_only):
+        launch_all()
