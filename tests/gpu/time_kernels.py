@@ -46,6 +46,7 @@ DEVICE = "cuda"
 def time_us(calls: list[Callable[[], object]], num_replays: int = 30) -> float:
     """Median time of one call."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs may still be in the making
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
