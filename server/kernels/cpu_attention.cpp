@@ -22,7 +22,8 @@ using torch::stable::Tensor;
 constexpr int64_t kRowsPerTile = 96;            // queries, scores and sums of a tile stay in the L2 cache
 constexpr int64_t kUnitsPerThread = 4;          // below this, tiles are cut along the keys as well
 constexpr int64_t kMaxPartialFloats = 1 << 24;  // what the cuts may take, 64 MiB
-constexpr int64_t kMinWork = 1 << 15;           // multiply-adds (or copied numbers) that waking a thread is worth
+constexpr int64_t kMinWork = 1 << 19;           // multiply-adds that waking a thread is worth, some 10 microseconds
+constexpr int64_t kMinCopied = 1 << 20;         // the same in copied numbers
 
 // Memory that a thread keeps from call to call, on a cache line's border.
 class Buffer {
@@ -304,7 +305,7 @@ void write_tokens(const Tensor& from, Tensor& layer, int64_t offset, const int64
       }
     }
   };
-  const int64_t grain = kMinWork / (num_heads * head_dim) + 1;
+  const int64_t grain = kMinCopied / (num_heads * head_dim) + 1;
   if (num_tokens <= grain) {
     write(0, num_tokens);
   } else {

@@ -260,7 +260,8 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Tensor], message: str) 
 BLOCKS, OFFSETS = torch.tensor([2, 0, 1, 0]), torch.tensor([5, 0, 31, 0])
 
 
-@pytest.mark.parametrize("num_tokens", [4, 300])
+@pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("num_tokens", [4, 8000])
 @pytest.mark.parametrize("kv_dtype", [F32, BF16])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_what_is_written_can_be_read(dtype: torch.dtype, kv_dtype: torch.dtype, num_tokens: int) -> None:
@@ -268,8 +269,8 @@ def test_what_is_written_can_be_read(dtype: torch.dtype, kv_dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(0)
     merged = torch.randn(num_tokens, 3, 4, 48, generator=generator).to(dtype)  # as a merged projection leaves them
     key, value = merged[:, :, 1], merged[:, :, 3]
-    places = torch.randperm(20 * 32, generator=generator)[:num_tokens]
-    before = torch.randn(20, 2, 3, 32, 96, generator=generator).to(kv_dtype)
+    places = torch.randperm(260 * 32, generator=generator)[:num_tokens]
+    before = torch.randn(260, 2, 3, 32, 96, generator=generator).to(kv_dtype)
     kv, expected = before.clone(), before.clone()
     cpu_attention.write_kv(kv[:, 1], key, value, places // 32, places % 32)
     expected[places // 32, 1, :, places % 32] = torch.cat((key, value), -1).to(kv_dtype)
