@@ -3,6 +3,8 @@
 import torch
 
 from proposers.base import Draft, ProposeInput
+from server.kernels import jit
+from server.kernels.ngram_lookup import ngram_lookup
 
 
 class NgramProposer:
@@ -27,6 +29,24 @@ class NgramProposer:
 
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft by lookup; every operation is on the device and of a shape the host knows."""
+        if jit.is_available(inputs.slots.device):
+            return Draft(
+                *ngram_lookup(
+                    inputs.token_ids,
+                    inputs.slots,
+                    inputs.num_tokens,
+                    inputs.max_drafts,
+                    inputs.max_num_tokens,
+                    self._min_window,
+                    self._max_window,
+                    self._k,
+                    self._takes_last,
+                )
+            )
+        return self.propose_eagerly(inputs)
+
+    def propose_eagerly(self, inputs: ProposeInput) -> Draft:
+        """The kernel's twin."""
         device = inputs.slots.device
         num_tokens = inputs.num_tokens[:, None]
         token_ids = inputs.token_ids[inputs.slots, : inputs.max_num_tokens]

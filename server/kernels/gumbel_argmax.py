@@ -62,9 +62,9 @@ def _part_kernel(
     STREAM: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """The best token of one part (axis 0) of the vocabulary in one position of one row (axis 1)."""
-    part = tl.program_id(0)
-    row, offset = tl.program_id(1) // num_positions, tl.program_id(1) % num_positions
+    """The best token of one position of one row (axis 0) in one part (axis 1) of the vocabulary."""
+    part = tl.program_id(1)
+    row, offset = tl.program_id(0) // num_positions, tl.program_id(0) % num_positions
     key = tl.load(key_ptr + row).to(tl.uint64, bitcast=True)
     position = (tl.load(position_ptr + row) + offset).to(tl.uint64, bitcast=True)
     temperature = tl.load(temperature_ptr + row)
@@ -85,7 +85,7 @@ def _part_kernel(
         best_score = tl.where(is_better, score, best_score)
         best_id = tl.where(is_better, token_id, best_id)
     top = tl.max(best_score, 0)
-    place = tl.program_id(1) * tl.num_programs(0) + part
+    place = tl.program_id(0) * tl.num_programs(1) + part
     tl.store(best_score_ptr + place, top)
     tl.store(best_id_ptr + place, tl.min(tl.where(best_score == top, best_id, vocab_size - 1), 0))
 
@@ -151,7 +151,7 @@ def gumbel_argmax(
     num_parts = ceil_div(vocab_size, part_size)
     best_score = torch.empty(num_all, num_parts, dtype=torch.float32, device=logits.device)
     best_id = torch.empty(num_all, num_parts, dtype=torch.int32, device=logits.device)
-    _part_kernel[(num_parts, num_all)](
+    _part_kernel[(num_all, num_parts)](
         logits,
         key,
         position,

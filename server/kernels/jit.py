@@ -23,6 +23,11 @@ INTERPRETER_MULTIPROCESSORS = 2
 """What is assumed where the interpreter runs: few, so that small tests are split."""
 
 
+def is_available(device: torch.device) -> bool:
+    """Whether kernels are to be launched for tensors of a device; their eager twins serve the others."""
+    return device.type == "cuda" and triton is not None
+
+
 def jit(*, unspecialised: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function as a kernel, or as a part of one, at its first launch.
 

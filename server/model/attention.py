@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from server.kernels import cpu_attention
+from server.kernels import cpu_attention, jit
+from server.kernels import kv_write as triton_kv_write
+from server.kernels import paged_attention as triton_attention
 from server.kernels.reference import attention, attention_mask
 from server.model.cache import cache_root
 
 ATTENTION_NAME = "outrider_paged"
 CPU_ATTENTION_NAME = "outrider_paged_cpu"
+CUDA_ATTENTION_NAME = "outrider_paged_cuda"
 
 
 def attention_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What a model is to be loaded with: C++ operators, built here if need be, or plain tensor operations."""
+    """What a model is to be loaded with: kernels in Triton, C++ operators built here if need be, or plain tensors."""
+    if jit.is_available(device):
+        return CUDA_ATTENTION_NAME
     has_operators = (
         device.type == "cpu"
         and cpu_attention.supports(dtype, head_dim)
@@ -31,27 +36,28 @@ def attention_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Rows with the same number of query tokens, adjacent in the flat tokens of a step.
+    """Adjacent rows that are laid out with the same number of query tokens, shorter ones padded.
 
     Attributes:
-        first_token: where the group starts in the flat tokens.
-        block_table: [num_rows, num_blocks] int64, covering every position its rows may read.
-        positions: [num_rows, num_query] int64, of the query tokens.
+        first_row, num_rows: the rows. first_token: where they start in the flat tokens.
+        num_query: flat tokens of each. context_bound: its rows read positions below this.
     """
 
-    first_token: int
+    first_row: int
     num_rows: int
+    first_token: int
     num_query: int
-    block_table: Tensor
-    positions: Tensor
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    context_bound: int
 
-    def mask(self, block_size: int, sliding_window: int | None) -> Tensor:
-        """[num_rows, 1, num_query, num_blocks * block_size] bool, made once per step and window."""
-        if sliding_window not in self.masks:
-            num_positions = self.block_table.shape[1] * block_size
-            self.masks[sliding_window] = attention_mask(self.positions, num_positions, sliding_window)
-        return self.masks[sliding_window]
+    @property
+    def rows(self) -> slice:
+        """Its rows among those of the step."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens among those of the step."""
+        return slice(self.first_token, self.first_token + self.num_rows * self.num_query)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class AttentionStep:
         first_token, num_query: [num_rows] int64, the flat tokens of each row, padding behind them left out.
         slots: [num_rows] int64, each row's place in `block_table`.
         block_table: [slots, blocks] int32 or int64.
-        groups: the same rows, as plain tensor operations take them.
+        groups: the rows, in order.
     """
 
     kv: Tensor
@@ -77,6 +83,29 @@ class AttentionStep:
     slots: Tensor
     block_table: Tensor
     groups: tuple[AttentionGroup, ...]
+    _tables: dict[AttentionGroup, Tensor] = field(init=False, default_factory=dict)
+    _masks: dict[tuple[AttentionGroup, int | None], Tensor] = field(init=False, default_factory=dict)
+
+    def layer(self, module: torch.nn.Module) -> Tensor:
+        """The blocks of an attention module's layer: [num_blocks, kv_heads, block_size, 2 * head_dim]."""
+        layer_idx: int = module.layer_idx  # type: ignore[assignment]  # torch types attributes as tensors or modules
+        return self.kv[:, layer_idx]
+
+    def table(self, group: AttentionGroup) -> Tensor:
+        """[num_rows, num_blocks] int64, made once per step."""
+        if group not in self._tables:
+            num_blocks = -(-group.context_bound // self.kv.shape[3])
+            self._tables[group] = self.block_table[self.slots[group.rows], :num_blocks].long()
+        return self._tables[group]
+
+    def mask(self, group: AttentionGroup, sliding_window: int | None) -> Tensor:
+        """[num_rows, 1, num_query, num_blocks * block_size] bool, made once per step and window."""
+        key = (group, sliding_window)
+        if key not in self._masks:
+            num_positions = self.table(group).shape[1] * self.kv.shape[3]
+            positions = self.positions[group.tokens].view(group.num_rows, group.num_query)
+            self._masks[key] = attention_mask(positions, num_positions, sliding_window)
+        return self._masks[key]
 
 
 def paged_attention(
@@ -101,18 +130,17 @@ def paged_attention(
         s_aux: [heads] sink logits.
     Returns: [1, num_tokens, heads, head_dim], and no weights.
     """
-    layer_idx: int = module.layer_idx  # type: ignore[assignment]  # torch types every attribute as a tensor or module
-    layer = attention_step.kv[:, layer_idx]
-    write_kv(layer, key[0], value[0], attention_step)
+    step = attention_step
+    layer = step.layer(module)
+    write_kv(layer, key[0], value[0], step)
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
-    for group in attention_step.groups:
-        tokens = slice(group.first_token, group.first_token + group.num_rows * group.num_query)
-        rows = query[0, :, tokens].unflatten(1, (group.num_rows, group.num_query)).transpose(0, 1)
-        keys, values = read_kv(layer, group.block_table)
-        mask = group.mask(layer.shape[2], sliding_window)
+    for group in step.groups:
+        rows = query[0, :, group.tokens].unflatten(1, (group.num_rows, group.num_query)).transpose(0, 1)
+        keys, values = read_kv(layer, step.table(group))
+        mask = step.mask(group, sliding_window)
         attended = attention(rows, keys, values, mask, scaling, softcap=softcap, sinks=s_aux)
-        output[tokens] = attended.transpose(1, 2).flatten(0, 1)
+        output[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
     return output[None], None
 
 
@@ -132,8 +160,7 @@ def paged_attention_cpu(
 ) -> tuple[Tensor, None]:
     """The same as paged_attention, by the C++ operators."""
     step = attention_step
-    layer_idx: int = module.layer_idx  # type: ignore[assignment]  # see above
-    layer = step.kv[:, layer_idx]
+    layer = step.layer(module)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     cpu_attention.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = cpu_attention.paged_attention(
@@ -149,6 +176,46 @@ def paged_attention_cpu(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float(),
     )
+    return output[None], None
+
+
+def paged_attention_cuda(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_step: AttentionStep,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same as paged_attention, by the Triton kernels; one launch per group."""
+    step = attention_step
+    layer = step.layer(module)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    triton_kv_write.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    for group in step.groups:
+        triton_attention.paged_attention(
+            query,
+            layer,
+            output,
+            step.first_token[group.rows],
+            step.num_query[group.rows],
+            step.slots[group.rows],
+            step.positions,
+            step.block_table,
+            max_num_query=group.num_query,
+            context_bound=group.context_bound,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
     return output[None], None
 
 
@@ -171,3 +238,4 @@ def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionInterface.register(CPU_ATTENTION_NAME, paged_attention_cpu)
+AttentionInterface.register(CUDA_ATTENTION_NAME, paged_attention_cuda)

@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from proposers.base import ProposeInput, Proposer
-from server.model.attention import AttentionGroup, AttentionStep
+from server.model.attention import AttentionStep
 from server.model.head import LMHead
 from server.plan import StepPlan, StepResult
 from server.worker.batch import BatchState
@@ -93,7 +93,7 @@ class Runner:
             num_query=inputs.num_query,
             slots=inputs.slots,
             block_table=batch.block_table,
-            groups=self._attention_groups(inputs, positions),
+            groups=inputs.groups,
         )
         outputs = self._model(
             input_ids=token_ids.long()[None],
@@ -107,23 +107,6 @@ class Runner:
         is_bad = is_known & ~torch.isfinite(hidden).all(-1)
         num_bad = torch.zeros_like(inputs.slots).index_add_(0, inputs.token_row, is_bad.long())
         return hidden, num_bad > 0
-
-    def _attention_groups(self, inputs: StepInputs, positions: Tensor) -> tuple[AttentionGroup, ...]:
-        groups = []
-        for group in inputs.groups:
-            num_blocks = -(-group.context_bound // self._block_size)
-            slots = inputs.slots[group.first_row : group.first_row + group.num_rows]
-            tokens = slice(group.first_token, group.first_token + group.num_rows * group.num_query)
-            groups.append(
-                AttentionGroup(
-                    first_token=group.first_token,
-                    num_rows=group.num_rows,
-                    num_query=group.num_query,
-                    block_table=self.batch.block_table[slots, :num_blocks].long(),
-                    positions=positions[tokens].view(group.num_rows, group.num_query),
-                )
-            )
-        return tuple(groups)
 
     def _sample(self, sampling: SamplingRows, hidden: Tensor) -> SampledTensors:
         """Process the logits, verify the drafts, append what was generated, draft anew."""

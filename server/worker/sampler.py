@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from server.kernels import jit
+from server.kernels.gumbel_argmax import gumbel_argmax
 from server.request import SamplingParams
 from server.worker.batch import BatchState
 from server.worker.logits import restrict
@@ -53,14 +55,24 @@ class Sampler:
             next_ids.index_copy_(0, selection.rows, verified.next_ids)
         return Verified(num_accepted, next_ids)
 
-    def _greedy(self, logits: Tensor, _: Sequence[SamplingParams], __: Tensor, drafts: Drafts) -> Verified:
-        return verify_coupled(drafts.ids, drafts.counts, logits.argmax(-1))
+    def _greedy(self, logits: Tensor, _: Sequence[SamplingParams], slots: Tensor, drafts: Drafts) -> Verified:
+        return verify_coupled(drafts.ids, drafts.counts, self._choose(logits, slots, temperature=0.0))
 
     def _coupled(self, logits: Tensor, params: Sequence[SamplingParams], slots: Tensor, drafts: Drafts) -> Verified:
         logits = self._target_logits(logits, params, slots)
+        return verify_coupled(drafts.ids, drafts.counts, self._choose(logits, slots, temperature=1.0))
+
+    def _choose(self, logits: Tensor, slots: Tensor, *, temperature: float) -> Tensor:
+        """[m, q] ids: argmax of the logits, at temperature 1 with the noise of their keys and positions."""
+        if jit.is_available(logits.device):
+            key, position = self._batch.key[slots], self._batch.num_tokens[slots]
+            temperatures = torch.full_like(position, temperature, dtype=torch.float32)
+            chosen: Tensor = gumbel_argmax(logits, key, position, temperatures, Stream.TARGET)[0]
+            return chosen
+        if temperature == 0:
+            return logits.argmax(-1)
         keys, positions = self._keys_and_positions(slots, logits.shape[1])
-        noise = gumbel(keys, positions, Stream.TARGET, logits.shape[2])
-        return verify_coupled(drafts.ids, drafts.counts, (logits + noise).argmax(-1))
+        return (logits + gumbel(keys, positions, Stream.TARGET, logits.shape[2])).argmax(-1)
 
     def _standard(self, logits: Tensor, params: Sequence[SamplingParams], slots: Tensor, drafts: Drafts) -> Verified:
         probs = self._target_logits(logits, params, slots).softmax(-1)

@@ -9,6 +9,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from server.model.attention import AttentionGroup
 from server.plan import PlanRow, SequenceStart
 from server.request import SamplingParams
 from server.worker.transfer import Transfer
@@ -39,17 +40,6 @@ class Selection:
     def of(self, tensor: Tensor) -> Tensor:
         """The selected rows of an [M, ...] tensor; the tensor itself where all are selected."""
         return tensor if self.is_all else tensor[self.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """Adjacent rows laid out with the same number of query tokens, shorter ones padded."""
-
-    first_row: int
-    num_rows: int
-    first_token: int
-    num_query: int
-    context_bound: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,7 @@ class StepInputs:
     """
 
     rows: tuple[PlanRow, ...]
-    groups: tuple[RowGroup, ...]
+    groups: tuple[AttentionGroup, ...]
     slots: Tensor
     first_token: Tensor
     num_query: Tensor
@@ -114,7 +104,7 @@ def lay_out(rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], max_drafts: 
     """
     short = 1 + max_drafts
     ordered = tuple(sorted(rows, key=lambda row: row.num_query))
-    groups: list[RowGroup] = []
+    groups: list[AttentionGroup] = []
     token_row: list[int] = []
     token_offset: list[int] = []
     first_tokens: list[int] = []
@@ -123,7 +113,7 @@ def lay_out(rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], max_drafts: 
         num_query = max(row.num_query for row in group_rows)
         first_row = len(first_tokens)
         bound = max(row.context_bound for row in group_rows)
-        groups.append(RowGroup(first_row, len(group_rows), len(token_row), num_query, bound))
+        groups.append(AttentionGroup(first_row, len(group_rows), len(token_row), num_query, bound))
         for i in range(len(group_rows)):
             first_tokens.append(len(token_row))
             token_row += [first_row + i] * num_query

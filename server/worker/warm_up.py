@@ -54,7 +54,6 @@ def _row(num_query: int, context_bound: int) -> PlanRow:
 def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
     positions = torch.arange(PROMPT_LEN, device=kv.device)
     zero = positions[:1]
-    block_table = torch.ones(1, 1, dtype=torch.int64, device=kv.device)
     step = AttentionStep(
         kv=kv,
         write_blocks=torch.ones_like(positions),
@@ -63,8 +62,8 @@ def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
         first_token=zero,
         num_query=zero + PROMPT_LEN,
         slots=zero,
-        block_table=block_table,
-        groups=(AttentionGroup(0, 1, PROMPT_LEN, block_table, positions[None]),),
+        block_table=torch.ones(1, 1, dtype=torch.int64, device=kv.device),
+        groups=(AttentionGroup(0, 1, 0, PROMPT_LEN, PROMPT_LEN),),
     )
     inputs = {
         "input_ids": torch.ones_like(positions)[None],

@@ -270,7 +270,7 @@ def test_rows_of_nan_end_and_stay_inside_the_vocabulary() -> None:
 def test_lookup_equals_the_proposer(num_rows: int, takes_last: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(num_rows)
     inputs = lookup_inputs(num_rows, generator)
-    twin = NgramProposer(5, 2, 4, takes_last=takes_last).propose(inputs)
+    twin = NgramProposer(5, 2, 4, takes_last=takes_last).propose_eagerly(inputs)
     ids, counts = lookup(inputs, takes_last=takes_last)
     assert torch.equal(ids, twin.ids)
     assert torch.equal(counts, twin.counts)
@@ -328,6 +328,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results, eager, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own imports
 def test_compiled_code_holds_the_operators() -> None:
     """One graph, no break; the cache is changed in place."""
     inputs = Case("", [(1000, 6)] * 4).inputs()

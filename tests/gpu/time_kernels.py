@@ -220,7 +220,7 @@ def time_lookup() -> None:
             tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
             return ngram_lookup(*tensors, inputs.max_num_tokens, 2, 4, 5, False)
 
-        twin_us = time_us([lambda inputs=inputs, proposer=proposer: proposer.propose(inputs)])  # type: ignore[misc]
+        twin_us = time_us([lambda inputs=inputs, proposer=proposer: proposer.propose_eagerly(inputs)])  # type: ignore[misc]
         report(f"n-gram lookup {num_rows} x {length}", time_us([call] * 4), 4 * num_rows * length, torch=twin_us)
 
 

@@ -14,23 +14,28 @@ from server.kernels.reference import attention, attention_mask
 from server.model.attention import (
     ATTENTION_NAME,
     CPU_ATTENTION_NAME,
+    CUDA_ATTENTION_NAME,
     AttentionGroup,
     AttentionStep,
     attention_name,
     paged_attention,
     paged_attention_cpu,
+    paged_attention_cuda,
 )
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 16, 16
 
 
-@pytest.fixture(params=[paged_attention, paged_attention_cpu])
+NEEDED_NAMES = {paged_attention_cpu: CPU_ATTENTION_NAME, paged_attention_cuda: CUDA_ATTENTION_NAME}
+
+
+@pytest.fixture(params=[paged_attention, *NEEDED_NAMES])
 def attend(request: pytest.FixtureRequest, device_name: str) -> Callable[..., tuple[Tensor, None]]:
-    """Both implementations where there are both."""
+    """Every implementation that the device has."""
     name = attention_name(torch.device(device_name), torch.float32, HEAD_DIM)
-    if request.param is paged_attention_cpu and name != CPU_ATTENTION_NAME:
-        pytest.skip(f"no C++ operators on {device_name}")
+    if NEEDED_NAMES.get(request.param, name) != name:
+        pytest.skip(f"{name} is what {device_name} has")
     return request.param  # type: ignore[no-any-return]
 
 
@@ -126,7 +131,7 @@ def test_paged_attention_equals_an_explicit_softmax(
         write_blocks=torch.tensor(write_blocks, device=device_name),
         write_offsets=torch.tensor(write_offsets, device=device_name),
         positions=positions.flatten(),
-        groups=(AttentionGroup(0, len(lengths), num_query, table, positions),),
+        groups=(AttentionGroup(0, len(lengths), 0, num_query, max_blocks * BLOCK),),
         **rows_of(table, num_query),
     )
     window, softcap = options.get("window"), options.get("softcap")
@@ -175,7 +180,7 @@ def test_nan_is_stored_as_zero(attend: Callable[..., tuple[Tensor, None]], devic
         write_blocks=one,
         write_offsets=zero,
         positions=zero,
-        groups=(AttentionGroup(0, 1, 1, one[None], zero[None]),),
+        groups=(AttentionGroup(0, 1, 0, 1, 1),),
         **rows_of(one[None], 1),
     )
     attend(SimpleNamespace(layer_idx=0), query, values, values, None, attention_step=step, scaling=1.0)
@@ -190,6 +195,7 @@ def test_nan_is_stored_as_zero(attend: Callable[..., tuple[Tensor, None]], devic
         ("cpu", torch.float16, 64, True, ATTENTION_NAME),
         ("cpu", torch.float32, 72, True, ATTENTION_NAME),
         ("meta", torch.bfloat16, 64, True, ATTENTION_NAME),
+        ("cuda", torch.bfloat16, 64, True, CUDA_ATTENTION_NAME),
     ],
 )
 def test_operators_are_used_where_there_are_any(
@@ -200,11 +206,14 @@ def test_operators_are_used_where_there_are_any(
 
 
 def test_the_mask_is_made_once_per_window() -> None:
-    positions = torch.tensor([[4, 5]])
-    group = AttentionGroup(0, 1, 2, torch.ones(1, 1, dtype=torch.int64), positions)
-    assert group.mask(BLOCK, None) is group.mask(BLOCK, None)
-    assert group.mask(BLOCK, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
-    assert torch.equal(group.mask(BLOCK, None), attention_mask(positions, BLOCK, None))
+    positions, index = torch.tensor([4, 5]), torch.zeros(2, dtype=torch.int64)
+    group = AttentionGroup(0, 1, 0, 2, 6)
+    kv = allocate_kv(KVGeometry(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32), 2, torch.device("cpu"))
+    fields = rows_of(torch.ones(1, 3, dtype=torch.int64), 2)
+    step = AttentionStep(kv=kv, write_blocks=index, write_offsets=index, positions=positions, groups=(group,), **fields)
+    assert step.mask(group, None) is step.mask(group, None)
+    assert step.mask(group, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
+    assert torch.equal(step.mask(group, None), attention_mask(positions[None], BLOCK, None))
 
 
 def test_keys_in_a_narrower_type_are_widened() -> None:

@@ -30,7 +30,7 @@ def inputs_of(texts: Sequence[Sequence[int]], device: str, max_drafts: Sequence[
 
 def check(inputs: ProposeInput, k: int, min_window: int, max_window: int, *, takes_last: bool) -> Draft:
     """Compare both. Returns: what the twin drafts."""
-    twin = NgramProposer(k, min_window, max_window, takes_last=takes_last).propose(inputs)
+    twin = NgramProposer(k, min_window, max_window, takes_last=takes_last).propose_eagerly(inputs)
     ids, counts = ngram_lookup(
         inputs.token_ids,
         inputs.slots,
