@@ -94,6 +94,7 @@ def build_core(config: Config) -> Core:
         bus,
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
+        max_num_seqs=config.scheduler.max_num_seqs,
         warm_up=partial(warm_up, runner, loaded.model, head, kv),
         clock=time.monotonic,
     )
@@ -154,6 +155,10 @@ def _model_info(
         raise ConfigError(f"max_model_len ({asked}) is above what the model was made for ({longest})")
     pool_tokens = num_kv_blocks * config.cache.block_size
     max_model_len = asked if asked is not None else min(longest, pool_tokens)
+    if asked is None and max_model_len < longest:
+        logger.warning(
+            "max_model_len is %d, what the KV cache holds; the model was made for %d", max_model_len, longest
+        )
     speculative = config.speculative
     return ModelInfo(
         model=loaded.source,

@@ -85,7 +85,9 @@ class SchedulerConfig(Section):
         default=10.0, gt=0, description="waiting this many seconds counts as much as one level of priority"
     )
     max_queued_requests: int = Field(
-        default=1024, ge=1, description="requests that may wait; further ones are refused with RESOURCE_EXHAUSTED"
+        default=1024,
+        ge=1,
+        description="requests that may wait for a seat; further ones are refused with RESOURCE_EXHAUSTED",
     )
     pipeline_depth: Literal["auto", 0, 1] = Field(
         default="auto", description="steps launched ahead of the one being settled; auto is 0 on a CPU, 1 on CUDA"

@@ -23,7 +23,7 @@ from server.engine.protocol import (
     StreamEvent,
     Timing,
 )
-from server.errors import InvalidRequest
+from server.errors import EngineDead, InvalidRequest
 from server.preprocess import Prompt, TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 
@@ -93,6 +93,7 @@ class LLM:
         if self._loop.is_closed():
             return
         self._run(self._engine.stop())
+        self._run(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -110,8 +111,10 @@ class LLM:
         Args:
             sampling_params: one for all prompts, or one for each.
             use_tqdm: show a progress bar, on a terminal.
-        Raises: InvalidRequest before anything runs; RequestFailed if a request breaks.
+        Raises: InvalidRequest before anything runs; RequestFailed if a request breaks; EngineDead after close().
         """
+        if self._loop.is_closed():
+            raise EngineDead("this LLM was closed")
         listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = [
             self._preprocessor.build(

@@ -79,6 +79,7 @@ class RowResult:
         logprobs: one entry per token id where asked for.
         prompt_logprobs: positions computed in this row, the target of the row's first token first.
         error: why the row is unusable, for instance NaN logits; None if it is fine.
+        is_refusal: whether the request's own parameters are to blame for it.
     """
 
     seq_id: int
@@ -89,6 +90,7 @@ class RowResult:
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     error: str | None = None
+    is_refusal: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ _FIELDS: dict[type[Prompt], str] = {TextPrompt: "text", TokensPrompt: "token_ids
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises: InvalidRequest if the id is empty or longer than MAX_REQUEST_ID_CHARS."""
+    """Raises: InvalidRequest if the id is empty, longer than MAX_REQUEST_ID_CHARS or not printable."""
+    if not request_id.isprintable():  # it stands in logs
+        raise InvalidRequest.of("request_id", "must not have control characters")
     if not 1 <= len(request_id) <= MAX_REQUEST_ID_CHARS:
         raise InvalidRequest.of(
             "request_id", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters, got {len(request_id)}"

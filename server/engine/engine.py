@@ -15,7 +15,15 @@ from typing import Any
 from server.engine.detokenize import Decoder
 from server.engine.live_request import LiveRequest
 from server.engine.protocol import EngineStatistics, RequestStream
-from server.errors import DeadlineExceeded, DuplicateRequest, EngineDead, OutriderError, Overloaded, RequestFailed
+from server.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineDead,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    RequestFailed,
+)
 from server.events import EventBus, StepFinished
 from server.plan import Executor, RowResult, StepPlan, StepResult
 from server.request import ModelInfo, Request
@@ -46,6 +54,7 @@ class NativeEngine:
         *,
         pipeline_depth: int,
         max_queued_requests: int,
+        max_num_seqs: int,
         warm_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,6 +69,7 @@ class NativeEngine:
         self._bus = bus
         self._depth = pipeline_depth
         self._max_queued = max_queued_requests
+        self._max_num_seqs = max_num_seqs
         self._warm_up = warm_up
         self._clock = clock
         self._live: dict[str, LiveRequest] = {}
@@ -115,8 +125,10 @@ class NativeEngine:
             raise EngineDead("the engine has stopped; the server must be restarted")
         if request_id in self._live:
             raise DuplicateRequest(request_id)
-        if (num_queued := len(self._queued)) >= self._max_queued:
-            message = f"the queue is full: {num_queued} requests wait, the limit is {self._max_queued}"
+        # A request that was not started yet waits only if it finds no free seat.
+        num_waiting = len(self._queued) - max(0, self._max_num_seqs - self._snapshot.num_running)
+        if num_waiting >= self._max_queued:
+            message = f"the queue is full: {num_waiting} requests wait, the limit is {self._max_queued}"
             raise Overloaded(message, retry_after_s=1.0)
         live = self._live[request_id] = LiveRequest(request_id)
         self._queued.add(request_id)
@@ -171,6 +183,8 @@ class NativeEngine:
     def _deliver_one(self, live: LiveRequest, output: SequenceOutput) -> None:
         if output.failure is Failure.EXPIRED:
             self._break_off(output.request_id, DeadlineExceeded(output.request_id, output.error))
+        elif output.failure is Failure.REFUSED:
+            self._break_off(output.request_id, InvalidRequest.of("sampling", output.error))
         elif output.failure is Failure.BROKEN:
             self._break_off(output.request_id, self._failed(output.request_id, output.error, None))
         else:
@@ -184,17 +198,17 @@ class NativeEngine:
 
     def _break_off(self, request_id: str, error: OutriderError) -> None:
         """End a live request with an error."""
-        self._remove(request_id).mailbox.close(error)
+        self._remove(request_id).break_off(error, self._clock())
         self._inbox.put(partial(self._scheduler.abort, request_id))
 
     def _failed(self, request_id: str, message: str, error: Exception | None) -> RequestFailed:
         error_id = uuid.uuid4().hex
-        logger.error("request %s failed, error id %s: %s", request_id, error_id, message, exc_info=error)
+        logger.error("request %r failed, error id %s: %s", request_id, error_id, message, exc_info=error)
         return RequestFailed(message, error_id=error_id)
 
     def _close_all(self, error: OutriderError) -> None:
         for request_id in list(self._live):
-            self._remove(request_id).mailbox.close(error)
+            self._remove(request_id).break_off(error, self._clock())
 
     # -- the step thread -------------------------------------------------------------------
 

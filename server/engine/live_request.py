@@ -13,6 +13,7 @@ from server.engine.protocol import (
     Timing,
 )
 from server.engine.stream import Mailbox
+from server.errors import OutriderError
 from server.request import Request
 from server.scheduler.outputs import SequenceOutput
 
@@ -161,6 +162,14 @@ class LiveRequest:
                     self.mailbox.put_piece(choice.index, piece)
                 self._finish(choice, FinishReason.ABORT, None, now)
         self.mailbox.close()
+
+    def break_off(self, error: OutriderError, now: float) -> None:
+        """End with an error; what the open choices had come to is noted, but not streamed."""
+        for choice in self._choices:
+            if not choice.is_finished:
+                choice.is_finished = True
+                self.mailbox.finished.append(choice.finished(FinishReason.ABORT, None, now))
+        self.mailbox.close(error)
 
     def _finish(self, choice: Choice, reason: FinishReason, stop_reason: int | str | None, now: float) -> None:
         choice.is_finished = True

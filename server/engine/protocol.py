@@ -5,7 +5,7 @@ values cross it.
 """
 
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -131,6 +131,10 @@ class RequestStream(Protocol):
     @property
     def request_id(self) -> str:
         """The id the stream was opened with."""
+
+    @property
+    def finished(self) -> Sequence[Finished]:
+        """How every choice ended so far, delivered or not; those of a request that broke off included."""
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         """Iterates over the events, once."""

@@ -28,6 +28,7 @@ class Mailbox:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
+        self.finished: list[Finished] = []
         self._first: deque[StreamEvent] = deque()
         self._unread: dict[int, _Unread] = {}
         self._finished: deque[Finished] = deque()
@@ -50,6 +51,7 @@ class Mailbox:
 
     def put_finished(self, finished: Finished) -> None:
         """The end of one choice; goes after its deltas."""
+        self.finished.append(finished)
         self._finished.append(finished)
         self._has_news.set()
 

@@ -21,16 +21,12 @@ class CallRecord:
         self.request_id = ""
         self.num_prompt_tokens = 0
         self.attributes: dict[str, str | int | float | bool] = {}
-        self._choices: list[Finished] = []
+        self.choices: tuple[Finished, ...] = ()
         self._num_streamed_tokens = 0
 
     def add_delta(self, delta: Delta) -> None:
         """Count the tokens of a delta."""
         self._num_streamed_tokens += len(delta.token_ids)
-
-    def add_finished(self, finished: Finished) -> None:
-        """Remember a choice that ended."""
-        self._choices.append(finished)
 
     def event(self, method: str, metadata: dict[str, str], status: str, error: str, start_ns: int) -> CallFinished:
         """The event, as of now."""
@@ -42,7 +38,7 @@ class CallRecord:
             start_unix_ns=start_ns,
             end_unix_ns=time.time_ns(),
             request_id=self.request_id,
-            choices=tuple(self._choices),
+            choices=self.choices,
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self._num_streamed_tokens,
             attributes=self.attributes,

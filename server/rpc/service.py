@@ -76,6 +76,7 @@ class InferenceService(InferenceServicer):
                     await self._stream(stream, request, arrival_s, deadline_s, context, record)
                 finally:
                     self._engine.abort(request_id)
+                    record.choices = tuple(stream.finished)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The ids of a prompt, as Generate would make them."""
@@ -179,7 +180,6 @@ class InferenceService(InferenceServicer):
                 for response in delta_to_proto(event, token_text, self._max_positions):
                     await context.write(response)
             case Finished():
-                record.add_finished(event)
                 await context.write(finished_to_proto(event))
 
     def _publish_tokens(self, delta: Delta, request_id: str, last_sent_s: dict[int, float]) -> None:

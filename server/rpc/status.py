@@ -40,6 +40,7 @@ _MAX_VIOLATIONS = 16
 _MAX_FIELD_BYTES = 80
 _MAX_DESCRIPTION_BYTES = 160
 _MAX_MESSAGE_BYTES = 400
+_DEADLINE_SLACK_S = 0.05
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
@@ -61,8 +62,11 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
 
 
 def status_of_cancellation(time_remaining_s: float | None) -> grpc.StatusCode:
-    """What a call that the transport cancelled ended with, by the time its deadline left."""
-    expired = time_remaining_s is not None and time_remaining_s <= 0
+    """What a call that the transport cancelled ended with, by the time its deadline left.
+
+    The client's clock cancels it too: what arrives within a moment of the deadline is the deadline's work.
+    """
+    expired = time_remaining_s is not None and time_remaining_s <= _DEADLINE_SLACK_S
     return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
 
 

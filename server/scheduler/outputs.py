@@ -12,6 +12,7 @@ class Failure(enum.Enum):
 
     EXPIRED = "expired"
     BROKEN = "broken"
+    REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,7 +268,7 @@ class Scheduler:
     def _settle_row(self, sequence: Sequence, row: RowResult, now: float) -> None:
         launched = sequence.in_flight.popleft()
         if row.error is not None:
-            self._fail(sequence, Failure.BROKEN, row.error, now)
+            self._fail(sequence, Failure.REFUSED if row.is_refusal else Failure.BROKEN, row.error, now)
             return
         sequence.prompt_logprobs += row.prompt_logprobs
         if not launched.is_sampling:

@@ -13,6 +13,8 @@ from server.worker.logprobs import LogprobTensors
 from server.worker.step_inputs import SamplingRows, StepInputs
 from server.worker.transfer import Transfer
 
+NOT_FINITE = "the model produced NaN or infinite values"
+
 
 @dataclass(frozen=True, slots=True)
 class SampledTensors:
@@ -21,7 +23,8 @@ class SampledTensors:
     Attributes:
         token_ids: [M, Q] int64, accepted drafts and the token after them.
         num_tokens, num_drafted, num_next_drafts: [M] int64.
-        is_broken: [M] bool, rows without a finite logit to choose.
+        is_broken: [M] bool, rows that went NaN or infinite where it matters.
+        is_empty: [M] bool, rows that are left without a token to choose.
         logprobs: Q positions for each row that reports, in order.
         failures: by index of a row, what its logits processing raised.
     """
@@ -31,6 +34,7 @@ class SampledTensors:
     num_drafted: Tensor
     num_next_drafts: Tensor
     is_broken: Tensor
+    is_empty: Tensor
     logprobs: LogprobTensors | None
     failures: Mapping[int, str]
 
@@ -43,6 +47,7 @@ class SampledTensors:
             num_drafted=download(self.num_drafted),
             num_next_drafts=download(self.num_next_drafts),
             is_broken=download(self.is_broken),
+            is_empty=download(self.is_empty),
             logprobs=None if self.logprobs is None else self.logprobs.download(transfer),
             failures=self.failures,
         )
@@ -50,13 +55,15 @@ class SampledTensors:
     def row_fields(self, sampling: SamplingRows) -> dict[int, dict[str, Any]]:
         """Fields of each sampling row's RowResult, by slot; on the host."""
         num_drafted, num_next_drafts = self.num_drafted.tolist(), self.num_next_drafts.tolist()
-        counts, is_broken = self.num_tokens.tolist(), self.is_broken.tolist()
+        counts, is_broken, is_empty = self.num_tokens.tolist(), self.is_broken.tolist(), self.is_empty.tolist()
         fields: dict[int, dict[str, Any]] = {}
         for i, (row, token_ids) in enumerate(zip(sampling.rows, self.token_ids.tolist(), strict=True)):
             if i in self.failures:
                 fields[row.slot] = {"error": self.failures[i]}
             elif is_broken[i]:
-                fields[row.slot] = {"error": "no token is left to choose: every logit is NaN or minus infinity"}
+                fields[row.slot] = {"error": NOT_FINITE}
+            elif is_empty[i]:
+                fields[row.slot] = {"error": "its rules leave no token to choose", "is_refusal": True}
             else:
                 fields[row.slot] = {
                     "token_ids": tuple(token_ids[: counts[i]]),
@@ -113,7 +120,7 @@ class StepHandle:
         results: list[RowResult] = []
         for i, (row, is_broken) in enumerate(zip(self.inputs.rows, self.tensors.is_broken.tolist(), strict=True)):
             if is_broken:
-                fields: dict[str, Any] = {"error": "the model produced NaN or infinite values"}
+                fields: dict[str, Any] = {"error": NOT_FINITE}
             else:
                 fields = {"prompt_logprobs": self._prompt_logprobs(i, row), **by_slot.get(row.slot, {})}
             results.append(RowResult(row.seq_id, row.epoch, **fields))

@@ -114,10 +114,11 @@ class Runner:
         slots = sampling.slots
         offsets = torch.arange(sampling.num_positions, device=slots.device)
         flat = torch.minimum(sampling.first_token[:, None] + offsets, sampling.last_token[:, None])
-        logits = self._head.logits(hidden[flat])
+        hidden = hidden[flat]
+        logits = self._head.logits(hidden)
         raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
         failures = self._logits_processor.apply(logits, sampling)
-        has_choice = torch.isfinite(logits.amax(-1))
+        is_finite, has_choice = torch.isfinite(hidden).all(-1), torch.isfinite(logits.amax(-1))
 
         num_tokens = batch.num_tokens[slots]
         drafts = Drafts(
@@ -134,13 +135,14 @@ class Runner:
         batch.num_computed[slots] = end
         batch.num_drafts.index_fill_(0, slots, 0)
         self._draft(sampling)
+        is_used = offsets <= verified.num_accepted[:, None]  # what comes after was computed in vain, NaN or not
         return SampledTensors(
             token_ids=token_ids,
             num_tokens=verified.num_accepted + 1,
             num_drafted=drafts.counts,
             num_next_drafts=batch.num_drafts[slots],
-            # What comes after the last accepted draft was computed in vain, NaN or not.
-            is_broken=(~has_choice & (offsets <= verified.num_accepted[:, None])).any(-1),
+            is_broken=(~is_finite & is_used).any(-1),
+            is_empty=(~has_choice & is_used).any(-1),
             logprobs=None if raw is None else self._chosen_logprobs(raw, token_ids, sampling),
             failures=failures,
         )

@@ -75,6 +75,7 @@ class Core:
     executor: FakeExecutor
     pool: BlockPool
     clock: Clock
+    max_num_seqs: int
     outputs: list[SequenceOutput] = field(default_factory=list)
 
     def step(self) -> StepPlan | None:
@@ -113,8 +114,9 @@ def make_core(
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "watermark": 0.0, **config}
     pool = BlockPool(num_blocks + 1)
     clock = Clock()
+    scheduler_config = SchedulerConfig(**values)
     scheduler = Scheduler(
-        SchedulerConfig(**values),
+        scheduler_config,
         model_info(block_size=block_size, num_blocks=num_blocks, max_drafts=max_drafts),
         pool,
         enable_prefix_caching=enable_prefix_caching,
@@ -127,4 +129,4 @@ def make_core(
         accuracy=accuracy,
         is_published=lambda block_id: pool._hash_of[block_id] is not None,
     )
-    return Core(scheduler, executor, pool, clock)
+    return Core(scheduler, executor, pool, clock, scheduler_config.max_num_seqs)

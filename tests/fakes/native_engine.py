@@ -146,6 +146,7 @@ def make_harness(
         bus,
         pipeline_depth=depth,
         max_queued_requests=max_queued_requests,
+        max_num_seqs=core.max_num_seqs,
         warm_up=warm_up,
         clock=core.clock,
     )

@@ -53,6 +53,7 @@ class ScriptedStream:
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
+        self.finished: list[Finished] = []
         self.queue: asyncio.Queue[StreamEvent | Exception | None] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
@@ -66,6 +67,8 @@ class ScriptedStream:
         while (item := await self.queue.get()) is not None:
             if isinstance(item, Exception):
                 raise item
+            if isinstance(item, Finished):
+                self.finished.append(item)
             yield item
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server import LLM, SamplingParams
-from server.errors import ConfigError, InvalidRequest, ModelError, RequestFailed
+from server.errors import ConfigError, EngineDead, InvalidRequest, ModelError, RequestFailed
 from server.request import SpeculationOptions
 from tests.tiny_model import build_tiny_model
 
@@ -144,6 +144,14 @@ def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match="NaN"):
         llm.generate([{"prompt_token_ids": [81]}, {"prompt_token_ids": [POISON]}], SamplingParams(max_tokens=200))
     assert llm.generate({"prompt_token_ids": [81]}, SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def test_a_closed_one_says_so(folder: str, device_name: str) -> None:
+    llm = LLM(model=folder, device=device_name, dtype="float32", kv_cache_memory_bytes="4MiB")
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDead, match="closed"):
+        llm.generate("a")
 
 
 def test_a_model_that_fails_its_warm_up_leaves_no_thread_behind(tmp_path: Path, device_name: str) -> None:

@@ -92,6 +92,8 @@ def refused() -> Iterator[tuple[str, pb.GenerateRequest, tuple[str, ...]]]:
     yield "chat", pb.GenerateRequest(chat=chat(("forbidden", "hi"))), ("template", "no such role")
     yield "request_id", pb.GenerateRequest(text="a", request_id=""), ("256",)
     yield "request_id", pb.GenerateRequest(text="a", request_id="x" * 257), ("256", "257")
+    for request_id in ("\0", "a\nb", "\u202ea"):
+        yield "request_id", pb.GenerateRequest(text="a", request_id=request_id), ("control",)
     for token_id in (VOCAB_SIZE, UINT32_MAX):
         names = (str(VOCAB_SIZE),)
         yield "token_ids.ids[1]", pb.GenerateRequest(token_ids=ids(70, token_id)), (*names, str(token_id))
@@ -128,7 +130,7 @@ def accepted() -> Iterator[pb.GenerateRequest]:
     yield ask(bad_words=[f"{i} {'word ' * 24}" for i in range(1024)])
     for priority in (INT32_MIN, INT32_MAX):
         yield pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=2), priority=priority)
-    for request_id in ("\0", "a\nb", "../%s{}", "\u202e名前 😀", " ", "x" * 256):
+    for request_id in ("../%s{}", "名前 😀", " ", "x" * 256):
         yield pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=2), request_id=request_id)
     for role in ("", "\n", "<|im_end|>", "système"):
         yield pb.GenerateRequest(chat=chat((role, "")), sampling=pb.SamplingParams(max_tokens=2))

@@ -156,6 +156,27 @@ async def test_a_full_queue_refuses_until_a_place_is_free() -> None:
             harness.engine.open(name)
 
 
+async def test_a_burst_finds_the_free_seats_before_the_queue() -> None:
+    async with running_engine(max_queued_requests=2, max_num_seqs=4) as harness:
+        streams = [harness.submit(make_request(f"r{i}", range(3), max_tokens=2)) for i in range(6)]
+        with pytest.raises(Overloaded, match="2 requests wait, the limit is 2"):
+            harness.engine.open("refused")
+        for stream in streams:
+            assert (await receive(stream)).error is None
+
+
+async def test_what_broke_off_is_told_how_far_it_came() -> None:
+    async with running_engine() as harness:
+        stream = harness.submit(make_request("a", range(3), max_tokens=LONG, deadline_s=harness.engine.now() + 5))
+        await first_event(stream)
+        harness.clock.now_s += 10
+        assert isinstance((await receive(stream)).error, DeadlineExceeded)
+        (choice,) = stream.finished
+        assert choice.finish_reason is FinishReason.ABORT
+        assert choice.num_completion_tokens > 0
+        assert choice.timing.total_s >= 10
+
+
 # -- deadlines -------------------------------------------------------------------------------
 
 

@@ -72,9 +72,10 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates from one prompt and streams the result: one `started`, then
-        `prompt_logprobs` where asked for, any number of `delta`s, and exactly one
-        `finished` per choice. Leaving the stream cancels the request.
+        """Generates from one prompt and streams the result: one `started` (none if it
+        was aborted before it was scheduled), then `prompt_logprobs` where asked for,
+        any number of `delta`s, and exactly one `finished` per choice. Leaving the
+        stream cancels the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
