@@ -14,25 +14,25 @@ from server.commands.generation_flags import (
     one_line_errors,
 )
 from server.commands.waiting import waiting_for
-from server.errors import ConfigError
 
+_ONE_TEXT = ("n", "logprobs", "prompt-logprobs")
+"""Flags left out: a conversation goes on with one answer, shown as text."""
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the system message and all parameters of a generation."""
+    """Add the system message and the parameters of a generation that ends in one text."""
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
     add_call_flags(parser)
-    add_generation_flags(parser)
+    add_generation_flags(parser, leave_out=_ONE_TEXT)
+    parser.epilog = f"{_HELP}."
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer every line until the input ends.
 
-    Raises: ConfigError if more than one choice is asked for; OutriderError, from a pipe, for the first failed call.
+    Raises: OutriderError, from a pipe, for the first failed call.
     """
-    if args.n not in (None, 1):
-        raise ConfigError("--n: a conversation goes on with one answer")
     options = generation_options(args)
     is_terminal = sys.stdin.isatty()
     beginning = [] if args.system is None else [{"role": "system", "content": args.system}]

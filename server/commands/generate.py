@@ -37,8 +37,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate and print.
 
-    Raises: ConfigError for prompts that are missing, contradictory or unreadable; OutriderError for failed calls.
+    Raises: ConfigError for prompts that are missing, contradictory or unreadable, and for log
+        probabilities that would not be shown; OutriderError for failed calls.
     """
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(args, name) is not None and not args.json:
+            raise ConfigError(f"--{name.replace('_', '-')} is reported with --json only")
     options: GenerateOptions = {**generation_options(args), "request_id": args.request_id}
     prompt = _read_prompt(args)
     if args.chat or args.system is not None:

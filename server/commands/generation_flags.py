@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -22,8 +22,12 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_generation_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every sampling parameter, speculation, priority and cache salt. What is not given, the server decides."""
+def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
+    """Add every sampling parameter, speculation, priority and cache salt. What is not given, the server decides.
+
+    Args:
+        leave_out: flags, without dashes, that the command could not honour.
+    """
     sampling = parser.add_argument_group("sampling", "unset parameters follow the model's generation_config")
     for name, kind, metavar, words in (
         ("temperature", float, "T", "divides the logits; 0 is greedy"),
@@ -43,7 +47,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
         ("logprobs", int, "N", "report log probabilities of the chosen and the N likeliest tokens (with --json)"),
         ("prompt-logprobs", int, "N", "the same for the prompt (with --json)"),
     ):
-        sampling.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
+        if name not in leave_out:
+            sampling.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
     for name, words in (
         ("stop", "text that ends the answer; may be given several times"),
         ("bad-words", "text that is never completed; may be given several times"),
@@ -66,7 +71,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
 def generation_options(args: argparse.Namespace) -> GenerateOptions:
     """What `add_generation_flags` parsed, as the clients take it."""
     names = (*SamplingOptions.__annotations__, "speculation", "num_speculative_tokens", "priority", "cache_salt")
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name, None) for name in names}
     if options["logit_bias"] is not None:
         options["logit_bias"] = dict(options["logit_bias"])
     return cast("GenerateOptions", options)

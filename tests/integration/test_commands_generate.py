@@ -121,7 +121,14 @@ async def test_every_parameter_has_its_flag(outrider: Outrider, engine: Scripted
     named = {name.replace("-", "_") for name in (*flags, *switches)}
     assert {name.removeprefix("no_") for name in named} == set(SamplingOptions.__annotations__)
     arguments = [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
-    more = ("--no-speculation", "--num-speculative-tokens=2", "--priority=-4", "--cache-salt=s", "--request-id=mine")
+    more = (
+        "--json",
+        "--no-speculation",
+        "--num-speculative-tokens=2",
+        "--priority=-4",
+        "--cache-salt=s",
+        "--request-id=mine",
+    )
     assert await outrider("generate", "hi", *arguments, *more) == 0
     (request,) = engine.submitted
     assert request.sampling == SamplingParams(
@@ -204,6 +211,8 @@ async def test_json_prints_every_event(
         (("--token-ids", "1,x"), 2, "--token-ids: not a comma-separated list"),
         (("--token-ids", "1", "--chat"), 2, "--token-ids cannot be a message"),
         (("hi", "--timeout", "0"), 2, "--timeout"),
+        (("hi", "--logprobs", "1"), 2, "--logprobs is reported with --json only"),
+        (("hi", "--prompt-logprobs", "0"), 2, "--prompt-logprobs is reported with --json only"),
         (("hi", "--temprature", "0"), 2, "did you mean --temperature?"),
         (("hi", "--temperature", "nan"), 1, "sampling.temperature"),
         (("hi", "--seed", str(2**63)), 1, "sampling.seed"),
@@ -279,4 +288,14 @@ async def test_chat_from_a_pipe_stops_at_the_first_error(
     assert await outrider("chat", "--max-tokens", "2", stdin=f"{'x ' * 600}\nhi\n") == 1
     assert "max_model_len is 512" in capsys.readouterr().err
     assert not engine.submitted
-    assert await outrider("chat", "--n", "2", stdin="hi\n") == 2
+
+
+def test_chat_offers_what_it_can_honour(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    out = capsys.readouterr().out
+    assert "logprobs" not in out
+    assert "--n N" not in out
+    assert "--temperature" in out
+    assert "/reset" in out
+    assert "/exit" in out
