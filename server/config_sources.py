@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ from server.suggestions import did_you_mean
 ENV_PREFIX = "OUTRIDER_"
 _CONFIG_FILE = "config"
 _POSITIONAL = "model"
+
+# What Kubernetes puts into every pod of a namespace with a Service named "outrider".
+_SERVICE_LINK = re.compile(r"SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_(PORT|PROTO|ADDR))?")
+_SERVICE_LINK_PORT = re.compile(r"(tcp|udp)://.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +93,25 @@ def _flag(name: str) -> str:
 
 
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """Every OUTRIDER_* variable by the name of its setting; one that names none is an error."""
+    """Every OUTRIDER_* variable by the name of its setting; one that names none is an error.
+
+    Kubernetes' service links are left out.
+    """
     known = {ENV_PREFIX + name.upper(): name for name in (*SETTING_NAMES, _CONFIG_FILE)}
     given: dict[str, Given] = {}
     for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX)):
+        if _is_service_link(variable.removeprefix(ENV_PREFIX), environ[variable]):
+            continue
         if variable not in known:
             raise ConfigError(f"{variable}: no such variable{did_you_mean(variable, known)} (from the environment)")
         given[known[variable]] = Given(environ[variable], f"env {variable}")
     return given
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    if name == "PORT":  # a setting too; its value tells which of the two
+        return _SERVICE_LINK_PORT.fullmatch(value) is not None
+    return _SERVICE_LINK.fullmatch(name) is not None
 
 
 def _read_file(path: Path) -> dict[str, Given]:

@@ -106,6 +106,28 @@ def test_refusals_name_their_source(file: Path) -> None:
     assert _refusal("--port 70000").endswith("got '70000' (from flag --port)")
 
 
+def test_kubernetes_service_links_are_no_settings() -> None:
+    links = {
+        "OUTRIDER_SERVICE_HOST": "10.0.0.1",
+        "OUTRIDER_SERVICE_PORT": "50051",
+        "OUTRIDER_SERVICE_PORT_GRPC_API": "50051",
+        "OUTRIDER_PORT": "tcp://10.0.0.1:50051",
+        "OUTRIDER_PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "OUTRIDER_PORT_50051_TCP_PROTO": "tcp",
+        "OUTRIDER_PORT_50051_TCP_PORT": "50051",
+        "OUTRIDER_PORT_50051_TCP_ADDR": "10.0.0.1",
+    }
+    assert _resolve(environ=links).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OUTRIDER_PORT", "http://10.0.0.1"), ("OUTRIDER_PORTS", "tcp://10.0.0.1:1"), ("OUTRIDER_PORT_1_TCP_HOST", "x")],
+)
+def test_what_only_resembles_a_service_link_is_refused(variable: str, value: str) -> None:
+    assert f"{variable.removeprefix('OUTRIDER_').lower()}" in _refusal(environ={variable: value}).lower()
+
+
 def test_unknown_names_point_at_the_nearest(file: Path) -> None:
     assert _refusal(environ={"OUTRIDER_MAX_NUM_SEQ": "1"}) == (
         "OUTRIDER_MAX_NUM_SEQ: no such variable; did you mean OUTRIDER_MAX_NUM_SEQS? (from the environment)"
