@@ -33,6 +33,9 @@ from server.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A key, a supervisor, and the end of the terminal."""
+
 
 @dataclass(frozen=True, slots=True)
 class Core:
@@ -102,7 +105,7 @@ def build_core(config: Config) -> Core:
 
 
 def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM, then drain; a second signal ends it at once.
+    """Serve until a signal to stop, then drain; a second one ends it at once.
 
     Raises: ConfigError, ModelError, before anything is served; EngineDead if the engine fails, so that the
         process ends and its supervisor starts another.
@@ -127,6 +130,8 @@ async def _serve(config: Config, core: Core) -> None:
         is_serving = True
         address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
         logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
+        if telemetry.metrics_port is not None:
+            logger.info("metrics on http://%s:%d/metrics", config.observability.metrics_host, telemetry.metrics_port)
         await _wait_for_signal(stopping)
         if not core.engine.is_alive:
             raise EngineDead("the engine has failed, see the log; start the server again")
@@ -136,6 +141,7 @@ async def _serve(config: Config, core: Core) -> None:
         await server.stop()
         await core.engine.stop()
         await asyncio.to_thread(telemetry.shutdown, 2.0)
+        logger.info("stopped")
 
 
 def _check_budget(config: Config) -> None:
@@ -194,10 +200,10 @@ def _log_capacity(info: ModelInfo) -> None:
 
 
 async def _wait_for_signal(stopping: asyncio.Event) -> None:
-    """Return once `stopping` is set: by SIGINT or SIGTERM, of which a second one ends the process the default way."""
+    """Return once `stopping` is set, or by a signal to stop, of which a second one ends the process the default way."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stopping.set)
     await stopping.wait()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         loop.remove_signal_handler(number)

@@ -3,6 +3,7 @@
 import torch
 
 from server.config import CacheConfig
+from server.errors import ConfigError
 
 GIB = 1 << 30
 CPU_LIMIT = 2 * GIB
@@ -27,10 +28,16 @@ def kv_budget(config: CacheConfig, device: torch.device, host_available: int, ac
 
     An explicit size goes first. On CUDA it is what `gpu_memory_utilization` leaves after what is in
     use and the activations; on the CPU a quarter of the free memory, at most 2 GiB.
+
+    Raises: ConfigError if an explicit size is more than what is free.
     """
+    free, total = (host_available, 0) if device.type == "cpu" else torch.cuda.mem_get_info(device)
     if config.kv_cache_memory_bytes is not None:
+        if config.kv_cache_memory_bytes > free:
+            raise ConfigError(
+                f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but only {free} bytes are free on {device}"
+            )
         return config.kv_cache_memory_bytes
     if device.type == "cpu":
-        return min(CPU_LIMIT, host_available // 4)
-    free, total = torch.cuda.mem_get_info(device)
+        return min(CPU_LIMIT, free // 4)
     return int(config.gpu_memory_utilization * total) - (total - free) - activations

@@ -106,7 +106,7 @@ async def test_sigterm_lets_streams_end_and_takes_no_more(model: Path, tmp_path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "socket"
     with child("-m", "server", *flags(model), f"--uds={path}") as process:
