@@ -1,6 +1,7 @@
 """The gRPC server: what it listens on, what it reports of its health, how it ends."""
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -20,6 +21,7 @@ from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _PROBE_TIMEOUT_S = 1.0
+_MAX_SOCKET_PATH_NBYTES = 107  # sun_path's 108 less the zero byte at the end
 
 
 class GrpcServer:
@@ -74,18 +76,15 @@ class GrpcServer:
                 os.unlink(self._config.uds)
 
     def _bind(self) -> int:
+        check_address(self._config)
         if self._config.uds is not None:
-            _check_socket_is_free(self._config.uds)
             address = f"unix:{self._config.uds}"
         else:
-            host = self._config.host
-            address = f"[{host}]:{self._config.port}" if ":" in host else f"{host}:{self._config.port}"
+            address = _tcp_address(self._config.host, self._config.port)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: is it in use, or not an address of this machine?"
-            ) from error
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
         return 0 if self._config.uds is not None else port
 
 
@@ -104,18 +103,69 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _check_socket_is_free(path: str) -> None:
+def check_address(config: ServerConfig) -> None:
+    """Find out, before a model is loaded, whether the address can be listened on.
+
+    Raises: ConfigError naming cause and remedy.
+    """
+    if config.uds is None:
+        _check_tcp(config.host, config.port)
+    else:
+        _check_socket_path(config.uds)
+
+
+def _tcp_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _check_tcp(host: str, port: int) -> None:
+    """Bind and close again: one of a name's addresses is enough, as it is for gRPC."""
+    what = f"cannot listen on {_tcp_address(host, port)}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"{what}: {host} is no address and no name that is known here ({error.strerror})") from error
+    problems: list[OSError] = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As gRPC does: what is left of connections of a server that has ended is not in the way.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            return
+        except OSError as error:
+            problems.append(error)
+    causes = {
+        errno.EADDRINUSE: "another process listens there; stop it, or choose another --port (0 picks a free one)",
+        errno.EADDRNOTAVAIL: "it is not an address of this machine; choose another --host, such as 0.0.0.0 for all",
+        errno.EACCES: "this user may not use that port; choose a --port above 1023",
+    }
+    first = problems[0]
+    raise ConfigError(f"{what}: {causes.get(first.errno or 0, first.strerror or first)}") from first
+
+
+def _check_socket_path(path: str) -> None:
     """gRPC unlinks what it finds in its way: do not let it take the socket of a live server, or a file."""
+    what = f"cannot listen on unix:{path}"
+    folder = os.path.dirname(path) or "."
+    if (nbytes := len(os.fsencode(path))) > _MAX_SOCKET_PATH_NBYTES:
+        raise ConfigError(f"{what}: the path has {nbytes} bytes, a Unix socket's at most {_MAX_SOCKET_PATH_NBYTES}")
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{what}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{what}: this user may not write into {folder}")
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"cannot listen on unix:{path}: there is a file of that name that is no socket")
+        raise ConfigError(f"{what}: there is a file of that name that is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
             probe.connect(path)
-        except OSError:
-            return
-    raise ConfigError(f"cannot listen on unix:{path}: another server listens there")
+        except ConnectionRefusedError:
+            return  # left behind by a server that was killed
+        except OSError as error:
+            raise ConfigError(f"{what}: there is a socket that does not answer ({error}); remove it first") from error
+    raise ConfigError(f"{what}: another server listens there")
