@@ -60,7 +60,8 @@ def build_core(config: Config) -> Core:
         logger.info("%d threads", torch.get_num_threads())
     _check_budget(config)
     loaded = load_model(config.model, device, dtype)
-    if can_pack(device, dtype):
+    is_packed = can_pack(device, dtype) and not config.model.enforce_eager
+    if is_packed:
         pack_linears(loaded.model.base_model)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
     proposer = None if config.speculative is None else build_proposer(config.speculative)
@@ -78,7 +79,7 @@ def build_core(config: Config) -> Core:
     info = _model_info(config, loaded, num_blocks - 1, device, dtype)
     _log_capacity(info)
     kv = allocate_kv(geometry, num_blocks, device)
-    head = LMHead.of(loaded.model, loaded.config)
+    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed)
     runner = Runner(loaded.model, head, kv, num_slots=num_slots, max_tokens=info.max_request_len, proposer=proposer)
     bus = EventBus()
     scheduler = Scheduler(

@@ -44,7 +44,9 @@ class ModelConfig(Section):
         description="where unset sampling parameters come from: auto is the model's generation_config, "
         "vllm ignores it in favour of vLLM's defaults",
     )
-    enforce_eager: bool = Field(default=False, description="never capture or compile the model")
+    enforce_eager: bool = Field(
+        default=False, description="run the model's own modules: nothing is merged, packed, captured or compiled"
+    )
 
     @field_validator("device")
     @classmethod

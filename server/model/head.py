@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.errors import ModelError
-from server.model.fusion import PackedLinear, can_pack
+from server.model.fusion import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class LMHead:
     packed: PackedLinear | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: PreTrainedConfig) -> "LMHead":
-        """The head of a loaded model, its weight packed in addition where the CPU gains by it."""
+    def of(cls, model: PreTrainedModel, config: PreTrainedConfig, *, is_packed: bool = False) -> "LMHead":
+        """The head of a loaded model; packed, it keeps its weight in oneDNN's order in addition."""
         layer = model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         bias = getattr(layer, "bias", None)
-        packed = PackedLinear(layer.weight, bias) if can_pack(layer.weight.device, layer.weight.dtype) else None
+        packed = PackedLinear(layer.weight, bias) if is_packed else None
         return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed)
 
     @property

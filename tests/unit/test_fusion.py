@@ -1,10 +1,16 @@
 """Packed and merged layers give what the plain ones give, to bfloat16's precision."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from server.compose import build_core
+from server.config import Config
 from server.model.fusion import MergedLinear, PackedLinear, can_pack, pack_linears
+from server.worker.runner import Runner
+from tests.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 in oneDNN"
@@ -70,3 +76,16 @@ def test_merged_layers_see_a_new_input() -> None:
             inputs = torch.randn(3, 32).bfloat16()
             for index, layer in enumerate(layers):
                 torch.testing.assert_close(merged.part(inputs, index), layer(inputs))
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_enforce_eager_leaves_the_model_as_it_is(tmp_path: Path, enforce_eager: bool) -> None:
+    folder = build_tiny_model(tmp_path)
+    core = build_core(
+        Config.from_kwargs(model=str(folder), device="cpu", enforce_eager=enforce_eager, kv_cache_memory_bytes="4MiB")
+    )
+    runner = core.engine._executor
+    assert isinstance(runner, Runner)
+    kinds = {type(module) for module in runner._model.modules()}
+    assert (nn.Linear in kinds) == enforce_eager
+    assert (runner._head.packed is None) == enforce_eager
