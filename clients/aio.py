@@ -12,8 +12,23 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from clients.channel import CHANNEL_OPTIONS, HEALTH_REQUEST, HEALTH_SERVING, HEALTH_WATCH, Deadline
-from clients.errors import CancelledCallError, OutriderClientError, UnavailableError, error_from_rpc
+from clients.channel import (
+    CHANNEL_OPTIONS,
+    HEALTH_REQUEST,
+    HEALTH_SERVING,
+    HEALTH_WATCH,
+    NO_ANSWER,
+    NOT_SERVING,
+    Deadline,
+    not_ready,
+)
+from clients.errors import (
+    CancelledCallError,
+    DeadlineExceededError,
+    OutriderClientError,
+    UnavailableError,
+    error_from_rpc,
+)
 from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
@@ -131,6 +146,7 @@ class AsyncClient:
     """
 
     def __init__(self, target: str, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        self._target = target
         self._retry = retry
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
@@ -209,17 +225,20 @@ class AsyncClient:
         return response
 
     async def wait_ready(self, *, timeout_s: float | None = None) -> None:
-        """Wait until a server answers there and reports SERVING. Raises: DeadlineExceededError."""
-        deadline = Deadline(timeout_s)
+        """Wait until a server answers there and reports SERVING. Raises: DeadlineExceededError, which says why not."""
+        deadline, last = Deadline(timeout_s), NO_ANSWER
         watch: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(HEALTH_WATCH)
         while True:
-            call = watch(HEALTH_REQUEST, timeout=deadline.remaining_s(), wait_for_ready=True)
+            call = watch(HEALTH_REQUEST, timeout=deadline.remaining_s())  # fails fast, so says why
             try:
                 while (answer := await _uncancelled(call.read())) is not grpc.aio.EOF:
                     if answer == HEALTH_SERVING:
                         return
-            except UnavailableError:
-                pass  # It went away between two answers: wait for the next one.
+                    last = NOT_SERVING
+            except DeadlineExceededError as error:
+                raise not_ready(self._target, timeout_s, last) from error
+            except UnavailableError as error:
+                last = str(error)
             finally:
                 call.cancel()
             await asyncio.sleep(self._retry.initial_backoff_s)

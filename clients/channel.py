@@ -2,6 +2,10 @@
 
 import time
 
+import grpc
+
+from clients.errors import DeadlineExceededError
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # The server bounds what it sends; the client's default of 4 MiB would refuse answers the server allows.
     ("grpc.max_receive_message_length", -1),
@@ -19,6 +23,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 HEALTH_WATCH = "/grpc.health.v1.Health/Watch"
 HEALTH_REQUEST = b""
 HEALTH_SERVING = b"\x08\x01"
+
+NO_ANSWER = "no answer"
+NOT_SERVING = "the server is up but not serving"
+
+
+def not_ready(target: str, timeout_s: float | None, last: str) -> DeadlineExceededError:
+    """The error of a wait that ended too early; `last` is what was last heard from there."""
+    within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
+    return DeadlineExceededError(f"{target} was not ready {within}: {last}", grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class Deadline:

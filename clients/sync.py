@@ -12,8 +12,17 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from clients.channel import CHANNEL_OPTIONS, HEALTH_REQUEST, HEALTH_SERVING, HEALTH_WATCH, Deadline
-from clients.errors import OutriderClientError, UnavailableError, error_from_rpc
+from clients.channel import (
+    CHANNEL_OPTIONS,
+    HEALTH_REQUEST,
+    HEALTH_SERVING,
+    HEALTH_WATCH,
+    NO_ANSWER,
+    NOT_SERVING,
+    Deadline,
+    not_ready,
+)
+from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError, error_from_rpc
 from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
@@ -123,6 +132,7 @@ class Client:
     """
 
     def __init__(self, target: str, *, retry: RetryPolicy = DEFAULT_RETRY) -> None:
+        self._target = target
         self._retry = retry
         self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
@@ -198,20 +208,23 @@ class Client:
         return response
 
     def wait_ready(self, *, timeout_s: float | None = None) -> None:
-        """Wait until a server answers there and reports SERVING. Raises: DeadlineExceededError."""
-        deadline = Deadline(timeout_s)
+        """Wait until a server answers there and reports SERVING. Raises: DeadlineExceededError, which says why not."""
+        deadline, last = Deadline(timeout_s), NO_ANSWER
         watch: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(HEALTH_WATCH)
         while True:
-            call = watch(HEALTH_REQUEST, timeout=deadline.remaining_s(), wait_for_ready=True)
+            call = watch(HEALTH_REQUEST, timeout=deadline.remaining_s())  # fails fast, so says why
             try:
                 for answer in call:
                     if answer == HEALTH_SERVING:
                         return
+                    last = NOT_SERVING
             except grpc.RpcError as rpc_error:
                 error = error_from_rpc(rpc_error)
+                if isinstance(error, DeadlineExceededError):
+                    raise not_ready(self._target, timeout_s, last) from rpc_error
                 if not isinstance(error, UnavailableError):
                     raise error from rpc_error
-                # It went away between two answers: wait for the next one.
+                last = str(error)
             finally:
                 call.cancel()
             time.sleep(self._retry.initial_backoff_s)
