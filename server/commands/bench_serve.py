@@ -11,13 +11,14 @@ from pathlib import Path
 
 from clients.aio import AsyncClient
 from clients.bench import BenchResult, Load, run_load
-from clients.errors import OutriderClientError
 from clients.measurements import Goodput
 from clients.retry import RetryPolicy
 from clients.workload import Prompt, WorkloadError, random_prompts, read_prompts
 from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_environment import describe_environment
 from server.commands.bench_text import render
+from server.commands.call_errors import one_line_errors
+from server.commands.generation_flags import DEFAULT_TARGET, target
 from server.errors import ConfigError, OutriderError
 
 _EXIT_NOTHING_COMPLETED = 1
@@ -26,7 +27,9 @@ _CONNECT_TIMEOUT_S = 30.0
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add what is sent, how, and where the result goes."""
-    parser.add_argument("--target", default="127.0.0.1:50051", metavar="HOST:PORT", help="server; unix:PATH too")
+    parser.add_argument(
+        "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
 
     prompts = parser.add_argument_group("prompts")
@@ -81,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and not args.output.parent.is_dir():
         raise ConfigError(f"--output: there is no folder {args.output.parent}")  # better now than after the run
     try:
-        result, model = asyncio.run(_measure(args))
-    except OutriderClientError as error:
-        raise OutriderError(f"{args.target}: {error}") from error
+        with one_line_errors(args.target):
+            result, model = asyncio.run(_measure(args))
     except ExceptionGroup as group:
         unreadable, rest = group.split(WorkloadError)
         if unreadable is None or rest is not None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from clients.errors import InvalidRequestError, OutriderClientError
 from clients.requests import GenerateOptions
 from clients.sync import Client
+from server.commands.call_errors import explain, one_line_errors
 from server.commands.generation_flags import (
     add_call_flags,
     add_generation_flags,
     generation_options,
-    one_line_errors,
 )
 from server.commands.waiting import waiting_for
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     is_terminal = sys.stdin.isatty()
     beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = list(beginning)
-    with one_line_errors(args.target), Client(args.target) as client:
+    with one_line_errors(args.target, args.timeout), Client(args.target) as client:
         if is_terminal:
             print(f"{client.model_info(timeout_s=args.timeout).served_model_name} on {args.target}. {_HELP}.")
         for line in _lines(is_terminal=is_terminal):
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
                 if not is_terminal:
                     raise
                 hint = " (/reset makes room)" if isinstance(error, InvalidRequestError) else ""
-                print(f"outrider: {error}{hint}", file=sys.stderr)
+                print(f"outrider: {explain(error, args.timeout)}{hint}", file=sys.stderr)
             else:
                 messages += [question, {"role": "assistant", "content": answer}]
     return 0
@@ -92,5 +92,9 @@ def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOpt
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
+    except OutriderClientError:
+        if parts:
+            print(flush=True)  # the error is a line of its own
+        raise
     print(flush=True)
     return "".join(parts)

@@ -13,7 +13,7 @@ from pathlib import Path
 from clients.errors import DeadlineExceededError
 from clients.outputs import Finished
 from clients.sync import Client
-from server.commands.generation_flags import one_line_errors
+from server.commands.call_errors import one_line_errors
 from server.config_sources import add_arguments
 from server.errors import ConfigError, OutriderError
 

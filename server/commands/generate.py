@@ -7,15 +7,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from clients.errors import OutriderClientError
 from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
 from clients.requests import GenerateOptions
 from clients.sync import Client, Generation
+from server.commands.call_errors import one_line_errors
 from server.commands.generation_flags import (
     add_call_flags,
     add_generation_flags,
     generation_options,
     list_of,
-    one_line_errors,
 )
 from server.commands.waiting import waiting_for
 from server.errors import ConfigError
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     elif prompt is None:
         options["token_ids"] = args.token_ids
     with (
-        one_line_errors(args.target),
+        one_line_errors(args.target, args.timeout),
         Client(args.target) as client,
         client.generate(prompt, timeout_s=args.timeout, **options) as generation,
         waiting_for("waiting for the first token") as stop_waiting,
@@ -81,10 +82,17 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
 
 def _print_text(generation: Generation, stop_waiting: Callable[[], None], *, num_choices: int) -> None:
     """One answer as it comes; several, which come mixed up, one after the other at the end."""
-    for delta in generation:
-        stop_waiting()
-        if num_choices == 1:
-            print(delta.text, end="", flush=True)
+    text = ""
+    try:
+        for delta in generation:
+            stop_waiting()
+            if num_choices == 1:
+                text = delta.text or text
+                print(delta.text, end="", flush=True)
+    except OutriderClientError:
+        if text and not text.endswith("\n"):
+            print(flush=True)  # the error is a line of its own
+        raise
     if num_choices == 1:
         print(flush=True)
         return

@@ -2,13 +2,10 @@
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import TypeVar, cast
 
-from clients.errors import OutriderClientError
 from clients.requests import GenerateOptions, SamplingOptions
-from server.errors import OutriderError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _Value = TypeVar("_Value")
@@ -16,10 +13,10 @@ _Value = TypeVar("_Value")
 
 def add_call_flags(parser: argparse.ArgumentParser) -> None:
     """Add --target and --timeout."""
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too")
     parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="deadline of a generation; none if not given"
+        "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
     )
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="deadline of each call; none if not given")
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -89,13 +86,13 @@ def list_of(kind: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
     return parse
 
 
-@contextmanager
-def one_line_errors(target: str) -> Iterator[None]:
-    """Turn what the client raises into the one line and exit code of every command. Raises: OutriderError."""
-    try:
-        yield
-    except OutriderClientError as error:
-        raise OutriderError(f"{target}: {error}") from error
+def target(text: str) -> str:
+    """A parser of where a server is: a port left out would be gRPC's guess, 443."""
+    scheme, _, path = text.partition(":")
+    host, _, port = text.rpartition(":")
+    if not (path if scheme == "unix" else host and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"give HOST:PORT or unix:PATH, got {text!r}")
+    return text
 
 
 def _bias(text: str) -> tuple[int, float]:

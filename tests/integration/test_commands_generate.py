@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from clients.errors import CancelledCallError, UnavailableError
 from clients.requests import SamplingOptions
 from server import cli
+from server.commands.call_errors import explain
 from server.engine.protocol import (
     Delta,
     Finished,
@@ -230,11 +233,46 @@ async def test_mistakes_are_one_line(
 
 
 async def test_a_deadline_is_an_error(
-    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+    outrider: Outrider, front: Front, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.script = endless
+    async def script(request: Request) -> AsyncIterator[StreamEvent]:
+        yield Delta(0, "a", (1,))
+        await asyncio.Event().wait()
+
+    engine.script = script
+    line = f"outrider: {front.target}: no complete answer within --timeout 0.2 s\n"
     assert await outrider("generate", "hi", "--timeout", "0.2") == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr() == ("a\n", line), "the partial answer ends its line"
+    assert await outrider("chat", "--timeout", "0.2", stdin="hi\n") == 1
+    assert capsys.readouterr() == ("a\n", line)
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",), ("bench", "serve")])
+def test_no_server_says_what_to_do(
+    command: tuple[str, ...],
+    unused_tcp_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert cli.main([*command, "--target", f"127.0.0.1:{unused_tcp_port}"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "Connection refused" in err
+    assert "start one with `outrider serve`" in err
+
+
+@pytest.mark.parametrize("wrong", ["127.0.0.1", "foo", "foo:", ":50051", "foo:http", "unix:"])
+def test_a_target_names_its_port(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "hi", "--target", wrong]) == 2
+    assert capsys.readouterr().err == f"outrider: argument --target: give HOST:PORT or unix:PATH, got {wrong!r}\n"
+
+
+def test_a_lost_server_is_named_as_such() -> None:
+    lost = UnavailableError("Socket closed", grpc.StatusCode.UNAVAILABLE)
+    assert explain(lost, 1) == "the server shut down or was lost before the answer ended (Socket closed)"
+    ended = CancelledCallError("Cancelled", grpc.StatusCode.CANCELLED)
+    assert explain(ended, None) == "the server shut down before the answer ended"
 
 
 async def test_an_interrupt_ends_the_request(front: Front, engine: ScriptedEngine) -> None:

@@ -1,0 +1,35 @@
+"""What a failed call tells the user: what happened and what to do, in place of gRPC's own words."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from clients.errors import CancelledCallError, DeadlineExceededError, OutriderClientError, UnavailableError
+from server.errors import OutriderError
+
+_NO_CONNECTION = ("failed to connect", "errors resolving")
+"""How gRPC's texts begin where there is nobody to talk to."""
+
+
+@contextmanager
+def one_line_errors(target: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Turn what the client raises into the one line and exit code of every command. Raises: OutriderError."""
+    try:
+        yield
+    except OutriderClientError as error:
+        raise OutriderError(f"{target}: {explain(error, timeout_s)}") from error
+
+
+def explain(error: OutriderClientError, timeout_s: float | None) -> str:
+    """The error in a user's words; `timeout_s` is what --timeout asked for."""
+    text = str(error)
+    match error:
+        case DeadlineExceededError() if timeout_s is not None:
+            return f"no complete answer within --timeout {timeout_s:g} s"
+        case UnavailableError() if text.startswith(_NO_CONNECTION):
+            reason = text.rpartition("last error: ")[2]
+            return f"cannot connect ({reason}); is a server running there? start one with `outrider serve`"
+        case UnavailableError():
+            return f"the server shut down or was lost before the answer ended ({text})"
+        case CancelledCallError():
+            return "the server shut down before the answer ended"
+    return text
