@@ -95,7 +95,10 @@ def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
     for i, message in enumerate(messages):
         if unknown := set(message) ^ {"role", "content"}:
             raise _invalid(f"chat.messages[{i}]", f"needs role and content and no more, see {sorted(unknown)}")
-        chat.messages.add(role=message["role"], content=message["content"])
+        try:
+            chat.messages.add(role=message["role"], content=message["content"])
+        except (TypeError, ValueError) as error:
+            raise _invalid(f"chat.messages[{i}]", str(error)) from error
     return chat
 
 

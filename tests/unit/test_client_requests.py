@@ -119,3 +119,9 @@ def test_retries_are_bounded_and_heed_the_hint() -> None:
     assert policy.pause_s(full, 1, 2.0) is None, "the deadline comes first"
     assert policy.pause_s(OverloadedError("", grpc.StatusCode.RESOURCE_EXHAUSTED, 60.0), 1, None) is None
     assert policy.pause_s(UnexpectedStatusError("", grpc.StatusCode.UNKNOWN), 1, None) is None
+
+
+def test_text_that_is_no_unicode_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request(None, {"messages": [{"role": "user", "content": "\udcff"}]})
+    assert caught.value.violations[0].field == "chat.messages[0]"
