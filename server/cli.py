@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the work failed, 2 a wrong setting or argument, 130 interr
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -27,6 +28,7 @@ COMMANDS = {
 Only the chosen one is imported, so that none pays for another's dependencies.
 """
 
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -51,11 +53,13 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code; nothing but a bug raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # the shell's >&-: a file opened later would take its place
+        return _fail(OutriderError("standard output is closed"), EXIT_FAILED)
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # here, where a broken pipe is still handled
+            sys.stdout.flush()  # here, where what it raises is still handled
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
     except OutriderError as error:
@@ -63,9 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone. Without this, the interpreter's last flush complains.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has gone, which it is free to do.
+        _abandon_stdout()
         return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _abandon_stdout()
+        return _fail(OutriderError(f"cannot write the output: {error.strerror}"), EXIT_FAILED)
 
 
 def _run(arguments: list[str]) -> int:
@@ -85,6 +94,11 @@ def _run(arguments: list[str]) -> int:
     command = importlib.import_module(f"server.commands.{chosen}")
     command.configure(commands[chosen])
     return int(command.run(parser.parse_args(arguments)))
+
+
+def _abandon_stdout() -> None:
+    """Without this, the interpreter's last flush complains too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: OutriderError, code: int) -> int:

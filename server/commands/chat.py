@@ -13,6 +13,7 @@ from server.commands.generation_flags import (
     add_generation_flags,
     generation_options,
 )
+from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 
 _ONE_TEXT = ("n", "logprobs", "prompt-logprobs")
@@ -31,10 +32,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Answer every line until the input ends.
 
-    Raises: OutriderError, from a pipe, for the first failed call.
+    Raises: ConfigError for input that is no text; OutriderError, from a pipe, for the first failed call.
     """
     options = generation_options(args)
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = list(beginning)
     with one_line_errors(args.target, args.timeout), Client(args.target) as client:
@@ -61,19 +62,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _lines(*, is_terminal: bool) -> Iterator[str]:
     """What is typed, or every line of a pipe; blank ones are left out."""
-    if not is_terminal:
-        yield from filter(None, map(str.strip, sys.stdin))
-        return
-    import readline  # noqa: F401 - gives input() its history and editing
-
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            print()
+    with standard_input() as stdin:
+        if not is_terminal:
+            yield from filter(None, map(str.strip, stdin))
             return
-        if line:
-            yield line
+        import readline  # noqa: F401 - gives input() its history and editing
+
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                print()
+                return
+            if line:
+                yield line
 
 
 def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOptions, timeout_s: float | None) -> str:

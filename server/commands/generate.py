@@ -3,9 +3,9 @@
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from clients.errors import OutriderClientError
 from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
@@ -18,6 +18,7 @@ from server.commands.generation_flags import (
     generation_options,
     list_of,
 )
+from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 from server.errors import ConfigError
 
@@ -75,7 +76,10 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
     try:
         if args.file is not None:
             return str(args.file.read_text(encoding="utf-8"))
-        return sys.stdin.read() if args.prompt == "-" else args.prompt
+        if args.prompt != "-":
+            return cast("str | None", args.prompt)
+        with standard_input() as stdin:
+            return stdin.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the prompt: {error}") from error
 

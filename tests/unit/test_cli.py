@@ -130,6 +130,40 @@ def test_python_m_server_exits_with_the_code() -> None:
     assert result.stderr == "outrider: port: must be an integer >= 0 and <= 65535, got 'x' (from env OUTRIDER_PORT)\n"
 
 
+@pytest.mark.parametrize("arguments", [("serve", "--print-config"), ("--help",)])
+@pytest.mark.parametrize(
+    ("redirection", "words"),
+    [
+        (">/dev/full", "cannot write the output: No space left on device"),
+        (">&-", "standard output is closed"),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line(arguments: tuple[str, ...], redirection: str, words: str) -> None:
+    result = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "server", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},  # argparse keeps to itself what fails while it prints help
+    )
+    assert (result.returncode, result.stderr) == (1, f"outrider: {words}\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "-"), ("chat",)])
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_input_must_be_utf_8(command: tuple[str, ...], locale: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "server", *command, "--target", "127.0.0.1:1"],
+        input=b"caf\xe9\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "LC_ALL": locale},
+    )
+    assert (result.returncode, result.stderr) == (2, b"outrider: standard input is not UTF-8\n")
+
+
 def test_a_closed_pipe_is_quiet() -> None:
     reader, writer = os.pipe()
     os.close(reader)
