@@ -26,7 +26,7 @@ TIMEOUT_S = 300.0
 
 
 class BuildError(Exception):
-    """No compiler, or one that fails; the message says which, and why."""
+    """No compiler, one that fails, or no place for what it makes; the message says which, why, and what helps."""
 
 
 def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
@@ -36,18 +36,21 @@ def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[
     The file appears whole or not at all; of processes that build at once the last one's stays.
 
     Args: headers: what `source` includes of our own. environ: CXX names another compiler than c++ or g++.
-    Raises: BuildError. OSError if the folder cannot be written.
+    Raises: BuildError.
     """
     library = folder / f"{source.stem}-{_digest([source, *headers])}.so"
     if library.exists():
         return library
     compiler = _find_compiler(environ)
-    folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix=f".{source.stem}.", dir=folder) as temporary:
-        output = Path(temporary) / library.name
-        _compile(compiler, source, output, environ)
-        output.replace(library)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{source.stem}.", dir=folder) as temporary:
+            output = Path(temporary) / library.name
+            _compile(compiler, source, output, environ)
+            output.replace(library)
+    except OSError as error:
+        raise BuildError(f"cannot write {folder}: {error}; set XDG_CACHE_HOME to a writable folder") from error
     logger.info("built %s in %.0f s: %s", source.name, time.monotonic() - started, library)
     return library
 
@@ -71,7 +74,7 @@ def _find_compiler(environ: Mapping[str, str]) -> str:
     found = (shutil.which(name, path=environ.get("PATH", "")) for name in names)
     compiler = next((path for path in found if path is not None), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler: {', '.join(names)} not found in PATH")
+        raise BuildError(f"no C++ compiler: {', '.join(names)} not found in PATH; install g++ or set CXX")
     return compiler
 
 
@@ -82,6 +85,8 @@ def _compile(compiler: str, source: Path, output: Path, environ: Mapping[str, st
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{compiler} took more than {TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise BuildError(f"{compiler} cannot be run: {error}") from error
     if done.returncode != 0:
         reason = next((line for line in done.stderr.splitlines() if "error" in line.lower()), done.stderr.strip())
         raise BuildError(f"{compiler} exited with {done.returncode}: {reason}")

@@ -96,6 +96,12 @@ def test_a_failed_build_names_its_cause_and_leaves_nothing(
     assert not folder.exists() or os.listdir(folder) == []
 
 
+def test_a_folder_that_cannot_be_written(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    with pytest.raises(BuildError, match=r"cannot write .*/cache/kernels: .*set XDG_CACHE_HOME to a writable folder"):
+        build(sources[0], [sources[1]], tmp_path / "cache" / "kernels")
+
+
 def test_a_compiler_that_hangs_is_given_up(
     sources: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,5 +130,5 @@ def test_without_a_compiler_there_is_one_line_and_no_operators(tmp_path: Path) -
     assert done.stdout == "False False\n"
     assert done.stderr == (
         "attention on the CPU will be slow, for want of its C++ operators: "
-        "no C++ compiler: c++, g++, clang++ not found in PATH\n"
+        "no C++ compiler: c++, g++, clang++ not found in PATH; install g++ or set CXX\n"
     )
