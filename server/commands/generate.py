@@ -3,15 +3,16 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from clients.errors import OutriderClientError
+from clients.errors import InvalidRequestError, OutriderClientError
 from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
 from clients.requests import GenerateOptions
 from clients.sync import Client, Generation
-from server.commands.call_errors import one_line_errors
+from server.commands.call_errors import explain, one_line_errors
 from server.commands.generation_flags import (
     add_call_flags,
     add_generation_flags,
@@ -31,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, by the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message to go before it; implies --chat")
     parser.add_argument("--request-id", metavar="ID", help="names the request; a fresh UUID if not given")
-    parser.add_argument("--json", action="store_true", help="print every event as a line of JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print every event as a line of JSON; the last is error if it fails"
+    )
     add_call_flags(parser)
     add_generation_flags(parser)
 
@@ -57,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         options["token_ids"] = args.token_ids
     with (
         one_line_errors(args.target, args.timeout),
+        _json_error(args),
         Client(args.target) as client,
         client.generate(prompt, timeout_s=args.timeout, **options) as generation,
         waiting_for("waiting for the first token") as stop_waiting,
@@ -108,6 +112,20 @@ def _print_json(generation: Generation, stop_waiting: Callable[[], None]) -> Non
     for event in generation.events():
         stop_waiting()
         print(json.dumps(_as_json(event, generation), ensure_ascii=False), flush=True)
+
+
+@contextmanager
+def _json_error(args: argparse.Namespace) -> Iterator[None]:
+    """With --json, make the failure the last event, and let it go on to standard error and the exit code."""
+    try:
+        yield
+    except OutriderClientError as error:
+        if args.json:
+            fields: dict[str, object] = {"code": error.code.name, "message": explain(error, args.timeout)}
+            if isinstance(error, InvalidRequestError):
+                fields["violations"] = [dataclasses.asdict(violation) for violation in error.violations]
+            print(json.dumps({"error": fields}, ensure_ascii=False), flush=True)
+        raise
 
 
 def _as_json(event: Event, generation: Generation) -> dict[str, object]:

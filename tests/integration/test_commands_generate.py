@@ -247,6 +247,23 @@ async def test_a_deadline_is_an_error(
     assert capsys.readouterr() == ("a\n", line)
 
 
+async def test_json_ends_with_the_error(
+    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script = endless
+    assert await outrider("generate", "hi", "--json", "--timeout", "0.2") == 1
+    out, err = capsys.readouterr()
+    message = "no complete answer within --timeout 0.2 s"
+    assert json.loads(out.splitlines()[-1]) == {"error": {"code": "DEADLINE_EXCEEDED", "message": message}}
+    assert message in err
+
+    assert await outrider("generate", "hi", "--json", "--temperature", "nan") == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    error = json.loads(line)["error"]
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert [violation["field"] for violation in error["violations"]] == ["sampling.temperature"]
+
+
 @pytest.mark.parametrize("command", [("generate", "hi"), ("chat",), ("bench", "serve")])
 def test_no_server_says_what_to_do(
     command: tuple[str, ...],
