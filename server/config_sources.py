@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -108,6 +108,19 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     return given
 
 
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML takes the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        keys: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                keys.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _is_service_link(name: str, value: str) -> bool:
     if name == "PORT":  # a setting too; its value tells which of the two
         return _SERVICE_LINK_PORT.fullmatch(value) is not None
@@ -117,7 +130,7 @@ def _is_service_link(name: str, value: str) -> bool:
 def _read_file(path: Path) -> dict[str, Given]:
     """The mapping in a YAML file; its names are checked with the values."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config: cannot read {path}: {error}") from None
     except yaml.YAMLError as error:

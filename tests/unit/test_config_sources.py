@@ -145,6 +145,8 @@ def test_unknown_names_point_at_the_nearest(file: Path) -> None:
         (b"- port", "must hold a mapping of settings, not a list"),
         (b"port", "must hold a mapping of settings, not a str"),
         (b"\xff\xfe\xfa", "cannot read"),
+        (b"port: 1\nhost: a\nport: 2\n", "port is given twice"),
+        (b"speculative_config: {match: first, match: last}", "match is given twice"),
         (b"!!python/object/apply:os.getcwd []", "is no valid YAML"),
     ],
 )
