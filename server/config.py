@@ -154,6 +154,14 @@ class ObservabilityConfig(Section):
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address of the metrics port")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
 
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _is_endpoint(cls, endpoint: str | None) -> str | None:
+        host_port = r"(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):[0-9]+"
+        if endpoint is not None and not re.fullmatch(f"(https?://)?{host_port}/?", endpoint):
+            raise ValueError("must be HOST:PORT, http://HOST:PORT or https://HOST:PORT")
+        return endpoint
+
 
 SPECULATIVE_CONFIG = "speculative_config"
 """The one setting that is a mapping; its value is a `SpeculativeConfig`."""

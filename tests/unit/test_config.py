@@ -131,6 +131,18 @@ def test_none_as_text_unsets_whatever_may_be_unset() -> None:
     assert "got 'none'" in _refusal(block_size="none")
 
 
+@pytest.mark.parametrize("endpoint", ["collector:4317", "http://127.0.0.1:4317/", "https://[::1]:4317"])
+def test_endpoints_of_a_collector(endpoint: str) -> None:
+    assert Config.from_kwargs(otlp_endpoint=endpoint).observability.otlp_endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["notaurl", "http://collector", "ftp://collector:1", "collector:port", "http://c:1/v1/traces", "::1:1"]
+)
+def test_what_is_no_endpoint(endpoint: str) -> None:
+    assert "otlp_endpoint: must be HOST:PORT, http://HOST:PORT or https://HOST:PORT" in _refusal(otlp_endpoint=endpoint)
+
+
 @pytest.mark.parametrize("depth", ["auto", 0, 1])
 def test_pipeline_depth_as_text(depth: object) -> None:
     assert Config.from_kwargs(pipeline_depth=str(depth)).scheduler.pipeline_depth == depth
