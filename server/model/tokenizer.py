@@ -1,5 +1,6 @@
 """Loads the tokenizer and the chat template that goes with it."""
 
+import sys
 from pathlib import Path
 
 import jinja2
@@ -8,6 +9,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.config import ModelConfig
 from server.errors import ConfigError, ModelError
+
+_NO_LIMIT = sys.maxsize
 
 
 def load_tokenizer(folder: Path, config: ModelConfig, *, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -19,7 +22,7 @@ def load_tokenizer(folder: Path, config: ModelConfig, *, vocab_size: int) -> Pre
 
     Raises: ModelError if there is none or it does not fit; ConfigError if the chat template cannot be used.
     """
-    source = str(folder) if config.tokenizer is None else config.tokenizer
+    source = str(folder) if config.tokenizer is None else _given_source(config.tokenizer)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=config.trust_remote_code
@@ -31,10 +34,20 @@ def load_tokenizer(folder: Path, config: ModelConfig, *, vocab_size: int) -> Pre
             f"tokenizer {source} has ids up to {highest}, the model's vocabulary ends at {vocab_size - 1}; "
             "use the tokenizer the model was trained with"
         )
+    # Requests are checked against the context of what is served; transformers would only add a warning of its own.
+    tokenizer.model_max_length = _NO_LIMIT
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(config.chat_template)
         _check_template(tokenizer)
     return tokenizer
+
+
+def _given_source(given: str) -> str:
+    """A folder, or else a hub id."""
+    path = Path(given).expanduser()
+    if (path.is_absolute() or given.startswith(".")) and not path.is_dir():
+        raise ModelError(f"--tokenizer {given}: no such folder; name one that holds a tokenizer, or a hub id")
+    return str(path)
 
 
 def _read_template(given: str) -> str:

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match=r"cannot load a tokenizer from .*; name a folder or hub id .* --tokenizer"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("given", ["/nope", "./nope", "~/no/such/folder"])
+def test_a_folder_that_is_not_there(given: str, tiny: Path) -> None:
+    with pytest.raises(ModelError, match=f"^--tokenizer {given}: no such folder"):
+        load(tiny, tokenizer=given)
+
+
+def test_a_long_prompt_is_none_of_the_tokenizers_business(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    entries = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**entries, "model_max_length": 4}))
+    warned: list[str] = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda text, *_: warned.append(text))
+    assert len(load(folder)("one two three four five six")["input_ids"]) > 4
+    assert warned == []
 
 
 def test_a_missing_hub_tokenizer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
