@@ -18,7 +18,8 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_environment import describe_environment
 from server.commands.bench_text import render
 from server.commands.call_errors import one_line_errors
-from server.commands.generation_flags import DEFAULT_TARGET, target
+from server.commands.flag_types import integer, number, target
+from server.commands.generation_flags import DEFAULT_TARGET
 from server.errors import ConfigError, OutriderError
 
 _EXIT_NOTHING_COMPLETED = 1
@@ -52,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prefix-len", type=_at_least(0), default=0, metavar="TOKENS", help="ids that all random prompts share, before"
     )
-    prompts.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    prompts.add_argument("--temperature", type=number, default=0.0, help="0 is greedy")
     prompts.add_argument("--ignore-eos", action="store_true", help="always generate as many tokens as asked for")
-    prompts.add_argument("--seed", type=int, default=0, help="of random prompts and arrival times")
+    prompts.add_argument("--seed", type=integer, default=0, help="of random prompts and arrival times")
 
     load = parser.add_argument_group("load")
     load.add_argument(

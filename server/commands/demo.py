@@ -14,6 +14,7 @@ from clients.errors import DeadlineExceededError
 from clients.outputs import Finished
 from clients.sync import Client
 from server.commands.call_errors import one_line_errors
+from server.commands.flag_types import integer
 from server.config_sources import add_arguments
 from server.errors import ConfigError, OutriderError
 
@@ -40,7 +41,7 @@ _OWN_ADDRESS = ("host", "port", "uds")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the question and every setting of the server."""
     parser.add_argument("--prompt", default=_PROMPT, metavar="TEXT", help="what to ask")
-    parser.add_argument("--max-tokens", type=int, default=160, metavar="N", help="longest answer in tokens")
+    parser.add_argument("--max-tokens", type=integer, default=160, metavar="N", help="longest answer in tokens")
     add_arguments(parser)
 
 

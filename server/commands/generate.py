@@ -13,11 +13,11 @@ from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
 from clients.requests import GenerateOptions
 from clients.sync import Client, Generation
 from server.commands.call_errors import explain, one_line_errors
+from server.commands.flag_types import list_of
 from server.commands.generation_flags import (
     add_call_flags,
     add_generation_flags,
     generation_options,
-    list_of,
 )
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the prompt in its forms and all parameters of a generation."""
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads standard input")
     parser.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from a file")
-    parser.add_argument("--token-ids", type=list_of(int), metavar="ID,...", help="the prompt as token ids")
+    parser.add_argument("--token-ids", type=list_of(int, "ID"), metavar="ID,...", help="the prompt as token ids")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message, by the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message to go before it; implies --chat")
     parser.add_argument("--request-id", metavar="ID", help="names the request; a fresh UUID if not given")

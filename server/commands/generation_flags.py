@@ -1,14 +1,13 @@
 """The flags of commands that generate: where the server is, and every parameter of a generation."""
 
 import argparse
-import math
-from collections.abc import Callable, Collection
-from typing import TypeVar, cast
+from collections.abc import Collection
+from typing import cast
 
 from clients.requests import GenerateOptions, SamplingOptions
+from server.commands.flag_types import bias, integer, list_of, number, seconds, target
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_Value = TypeVar("_Value")
 
 
 def add_call_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +15,7 @@ def add_call_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
     )
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="deadline of each call; none if not given")
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="deadline of each call; none if not given")
 
 
 def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collection[str] = ()) -> None:
@@ -27,22 +26,22 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
     """
     sampling = parser.add_argument_group("sampling", "unset parameters follow the model's generation_config")
     for name, kind, metavar, words in (
-        ("temperature", float, "T", "divides the logits; 0 is greedy"),
-        ("top-k", int, "K", "keep the K likeliest tokens; 0 or -1 keeps all"),
-        ("top-p", float, "P", "keep the smallest set of tokens with this probability"),
-        ("min-p", float, "P", "drop tokens less likely than this share of the likeliest"),
-        ("repetition-penalty", float, "X", "above 1 discourages tokens seen in prompt or output"),
-        ("frequency-penalty", float, "X", "subtracted once per occurrence in the output"),
-        ("presence-penalty", float, "X", "subtracted once if a token occurs in the output"),
-        ("logit-bias", list_of(_bias), "ID:BIAS,...", "added to the logits of these tokens"),
-        ("allowed-token-ids", list_of(int), "ID,...", "the only tokens that may be generated"),
-        ("seed", int, "N", "make the answer repeatable"),
-        ("n", int, "N", "number of choices"),
-        ("max-tokens", int, "N", "most tokens per choice; to the end of the context if not given"),
-        ("min-tokens", int, "N", "no stop rule applies before this many tokens"),
-        ("stop-token-ids", list_of(int), "ID,...", "tokens that end the answer"),
-        ("logprobs", int, "N", "report log probabilities of the chosen and the N likeliest tokens (with --json)"),
-        ("prompt-logprobs", int, "N", "the same for the prompt (with --json)"),
+        ("temperature", number, "T", "divides the logits; 0 is greedy"),
+        ("top-k", integer, "K", "keep the K likeliest tokens; 0 or -1 keeps all"),
+        ("top-p", number, "P", "keep the smallest set of tokens with this probability"),
+        ("min-p", number, "P", "drop tokens less likely than this share of the likeliest"),
+        ("repetition-penalty", number, "X", "above 1 discourages tokens seen in prompt or output"),
+        ("frequency-penalty", number, "X", "subtracted once per occurrence in the output"),
+        ("presence-penalty", number, "X", "subtracted once if a token occurs in the output"),
+        ("logit-bias", list_of(bias, "ID:BIAS"), "ID:BIAS,...", "added to the logits of these tokens"),
+        ("allowed-token-ids", list_of(int, "ID"), "ID,...", "the only tokens that may be generated"),
+        ("seed", integer, "N", "make the answer repeatable"),
+        ("n", integer, "N", "number of choices"),
+        ("max-tokens", integer, "N", "most tokens per choice; to the end of the context if not given"),
+        ("min-tokens", integer, "N", "no stop rule applies before this many tokens"),
+        ("stop-token-ids", list_of(int, "ID"), "ID,...", "tokens that end the answer"),
+        ("logprobs", integer, "N", "report log probabilities of the chosen and the N likeliest tokens (with --json)"),
+        ("prompt-logprobs", integer, "N", "the same for the prompt (with --json)"),
     ):
         if name not in leave_out:
             sampling.add_argument(f"--{name}", type=kind, metavar=metavar, help=words)
@@ -60,8 +59,8 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
 
     request = parser.add_argument_group("request")
     request.add_argument("--speculation", action=argparse.BooleanOptionalAction, help="speculative decoding, if served")
-    request.add_argument("--num-speculative-tokens", type=int, metavar="K", help="most draft tokens per step")
-    request.add_argument("--priority", type=int, metavar="N", help="lower runs earlier under the priority policy")
+    request.add_argument("--num-speculative-tokens", type=integer, metavar="K", help="most draft tokens per step")
+    request.add_argument("--priority", type=integer, metavar="N", help="lower runs earlier under the priority policy")
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prefixes with the same salt only")
 
 
@@ -72,36 +71,3 @@ def generation_options(args: argparse.Namespace) -> GenerateOptions:
     if options["logit_bias"] is not None:
         options["logit_bias"] = dict(options["logit_bias"])
     return cast("GenerateOptions", options)
-
-
-def list_of(kind: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
-    """A parser of comma-separated values; empty text is the empty list."""
-
-    def parse(text: str) -> list[_Value]:
-        try:
-            return [kind(item) for item in text.split(",")] if text else []
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"not a comma-separated list: {text!r}") from None
-
-    return parse
-
-
-def target(text: str) -> str:
-    """A parser of where a server is: a port left out would be gRPC's guess, 443."""
-    scheme, _, path = text.partition(":")
-    host, _, port = text.rpartition(":")
-    if not (path if scheme == "unix" else host and port.isdecimal()):
-        raise argparse.ArgumentTypeError(f"give HOST:PORT or unix:PATH, got {text!r}")
-    return text
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition(":")
-    return int(token_id), float(bias)
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return seconds

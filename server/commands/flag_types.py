@@ -1,0 +1,66 @@
+"""Parsers of flags' values, each of which says what it takes."""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
+
+
+def integer(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """Any number; what it may be, the server says."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def seconds(text: str) -> float:
+    """A finite time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return value
+
+
+def bias(text: str) -> tuple[int, float]:
+    """ID:BIAS."""
+    token_id, _, value = text.partition(":")
+    return int(token_id), float(value)
+
+
+def list_of(kind: Callable[[str], _Value], form: str) -> Callable[[str], list[_Value]]:
+    """A parser of comma-separated values; empty text is the empty list.
+
+    Args:
+        form: how one of them is written, such as ID.
+    """
+
+    def parse(text: str) -> list[_Value]:
+        try:
+            return [kind(item) for item in text.split(",")] if text else []
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {form}[,{form}...], got {text!r}") from None
+
+    return parse
+
+
+def target(text: str) -> str:
+    """Where a server is; a port left out would be gRPC's guess, 443."""
+    scheme, _, path = text.partition(":")
+    host, _, port = text.rpartition(":")
+    if not (path if scheme == "unix" else host and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"give HOST:PORT or unix:PATH, got {text!r}")
+    return text
