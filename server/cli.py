@@ -41,12 +41,16 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Leave nothing unknown: subparsers are called through here, so the one that the argument was for reports it.
 
-        Raises: ConfigError on the first argument that no option took, naming the nearest option.
+        Raises: ConfigError on the first argument that no option took, naming the nearest option, or the
+        positional argument of that name.
         """
         parsed, unknown = super().parse_known_args(args, namespace)
         if not unknown:
             return parsed, unknown
         name = unknown[0].partition("=")[0]
+        for action in self._get_positional_actions():
+            if name == f"--{action.dest}":
+                raise ConfigError(f"unknown argument {name}; write {self.prog} {action.metavar or action.dest}")
         raise ConfigError(f"unknown argument {name}{did_you_mean(name, self._option_string_actions)}")
 
 
@@ -83,7 +87,9 @@ def _run(arguments: list[str]) -> int:
     subparsers = parser.add_subparsers(metavar="COMMAND")
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
-        raise ConfigError(f"unknown command {chosen}{did_you_mean(chosen, COMMANDS)}")
+        known = f"; there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(chosen, (*COMMANDS, *parser._option_string_actions)) or known
+        raise ConfigError(f"unknown command {chosen}{hint}")
     commands = {
         name: subparsers.add_parser(name, help=words, description=words, allow_abbrev=False)
         for name, words in COMMANDS.items()

@@ -72,6 +72,10 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "line"),
     [
         (["srve"], "unknown command srve; did you mean serve?"),
+        (["version"], "unknown command version; did you mean --version?"),
+        (["quux"], f"unknown command quux; there are {', '.join(cli.COMMANDS)}"),
+        (["serve", "--model", "m"], "unknown argument --model; write outrider serve MODEL"),
+        (["serve", "--model=m"], "unknown argument --model; write outrider serve MODEL"),
         ([], f"a command is required: {', '.join(cli.COMMANDS)}"),
         (["--versio"], "unknown argument --versio; did you mean --version?"),
         (["serve", "--max-num-seq", "4"], "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
