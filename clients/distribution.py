@@ -60,13 +60,14 @@ class Distribution:
         bounds = {"min": self.minimum * 1e3, "max": self.maximum * 1e3}
         return {"count": self.count, "mean": self.mean * 1e3, **percentiles, **bounds}
 
-    def histogram(self, num_bins: int) -> list[tuple[float, float, int]]:
+    def histogram(self, max_bins: int) -> list[tuple[float, float, int]]:
         """(lower bound, upper bound, values in it) in bins of equal width from minimum to maximum.
 
-        Returns: one bin where all values are equal, none without values.
+        Returns: no more bins than values, one where all values are equal, none without values.
         """
         if not self.count:
             return []
+        num_bins = min(max_bins, self.count)
         width = (self.maximum - self.minimum) / num_bins
         if width == 0:
             return [(self.minimum, self.maximum, self.count)]

@@ -6,7 +6,7 @@ from typing import Any, cast
 from clients.bench import BenchResult
 from clients.distribution import Distribution
 
-_NUM_BINS = 12
+_MAX_BINS = 12
 _BAR_WIDTH = 40
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
@@ -61,7 +61,7 @@ def _histograms(result: BenchResult) -> Iterator[str]:
         ("time to first token", result.measurements.ttft),
         ("time per output token", result.measurements.tpot),
     ):
-        bins = values.histogram(_NUM_BINS)
+        bins = values.histogram(_MAX_BINS)
         if not bins:
             continue
         most = max(count for _, _, count in bins)

@@ -67,6 +67,7 @@ def test_a_histogram_covers_every_value_once() -> None:
     bins = of([0.1] * 3 + [0.25] * 5 + [0.5]).histogram(4)
     assert [count for _, _, count in bins] == [3, 5, 0, 1]
     assert (bins[0][0], bins[-1][1]) == pytest.approx((0.1, 0.5))
+    assert [count for _, _, count in of([0.1, 0.5]).histogram(4)] == [1, 1], "no more bins than values"
     assert of([0.2, 0.2]).histogram(4) == [(0.2, 0.2, 2)]
 
 
