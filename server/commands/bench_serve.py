@@ -18,7 +18,7 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_environment import describe_environment
 from server.commands.bench_text import render
 from server.commands.call_errors import one_line_errors
-from server.commands.flag_types import integer, number, target
+from server.commands.flag_types import integer, number, seconds, target
 from server.commands.generation_flags import DEFAULT_TARGET
 from server.errors import ConfigError, OutriderError
 
@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most calls at a time; closed loop, unless a rate is given: then the wait for a turn counts as latency",
     )
-    load.add_argument("--timeout-s", type=_positive, metavar="S", help="deadline of each call")
+    load.add_argument("--timeout", type=seconds, metavar="SECONDS", help="deadline of each call; none if not given")
     load.add_argument(
         "--goodput", type=_goodput, metavar="ttft_ms:MS,tpot_ms:MS", help="count the requests that meet both"
     )
@@ -114,7 +114,7 @@ async def _measure(args: argparse.Namespace) -> tuple[BenchResult, pb.GetModelIn
             temperature=args.temperature,
             ignore_eos=args.ignore_eos,
             seed=args.seed,
-            timeout_s=args.timeout_s,
+            timeout_s=args.timeout,
             goodput=args.goodput,
         )
         with _progress(args.num_prompts) as advance:

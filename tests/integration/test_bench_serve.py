@@ -70,6 +70,7 @@ async def test_prompts_come_from_a_file(tmp_path: Path) -> None:
         (("--goodput", "ttft_ms:5"), "must be like ttft_ms:500,tpot_ms:50"),
         (("--output", "/nowhere/report.json"), "there is no folder /nowhere"),
         (("--request-rate", "0"), "must be a number above 0"),
+        (("--timeout", "inf"), "--timeout: must be a number of seconds above 0"),
         (("--num-prompts", "-1"), "must be an integer of at least 1"),
     ],
 )
@@ -82,6 +83,13 @@ async def test_wrong_arguments_are_one_line_and_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+async def test_a_call_past_its_deadline_is_counted_as_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_script(ScriptedServer(hold=asyncio.Event().wait)) as script:
+        arguments = ("--target", script.address, "--num-prompts", "2", "--num-warmups", "0", "--timeout", "0.2")
+        assert await run_command(*arguments) == 1
+    assert "DEADLINE_EXCEEDED: 2" in capsys.readouterr().out
 
 
 async def test_no_server_is_one_line_and_code_1(capsys: pytest.CaptureFixture[str]) -> None:
