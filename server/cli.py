@@ -97,6 +97,8 @@ def _run(arguments: list[str]) -> int:
     if chosen is None:
         parser.parse_args(arguments)  # prints help or the version
         raise ConfigError(f"a command is required: {', '.join(COMMANDS)}")
+    # Read once, when gRPC is imported. Its notes on lost connections would stand beside our one line.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     command = importlib.import_module(f"server.commands.{chosen}")
     command.configure(commands[chosen])
     return int(command.run(parser.parse_args(arguments)))

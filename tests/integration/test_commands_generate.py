@@ -35,6 +35,7 @@ from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
 from tests.fakes.front import Front, running_front, tiny_model_info
 from tests.fakes.scripted_engine import ScriptedEngine, echo
+from tests.fakes.scripted_server import ScriptedServer, running_script
 
 Outrider = Callable[..., Awaitable[int]]
 ROOT = Path(__file__).resolve().parents[2]
@@ -287,6 +288,27 @@ def test_no_server_says_what_to_do(
 def test_a_target_names_its_port(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "hi", "--target", wrong]) == 2
     assert capsys.readouterr().err == f"outrider: argument --target: give HOST:PORT or unix:PATH, got {wrong!r}\n"
+
+
+@pytest.mark.parametrize("command", [("generate", "hi"), ("chat",)])
+async def test_a_server_lost_within_an_answer_is_one_line(command: tuple[str, ...]) -> None:
+    async with running_script(ScriptedServer(bursts=(1, 1), pause_s=60)) as script:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "server", *command, "--target", script.address),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hi\n")
+        assert await process.stdout.read(1) == b"x"
+    stdout, stderr = await process.communicate()
+    assert (process.returncode, stdout) == (1, b"\n")
+    words = f"outrider: {script.address}: the server shut down or was lost before the answer ended"
+    assert stderr.decode().startswith(words)
+    assert stderr.count(b"\n") == 1
 
 
 def test_a_lost_server_is_named_as_such() -> None:
