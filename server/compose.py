@@ -23,7 +23,7 @@ from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
-from server.rpc.lifecycle import GrpcServer
+from server.rpc.lifecycle import GrpcServer, check_address
 from server.scheduler.scheduler import Scheduler
 from server.telemetry.pipeline import Telemetry
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
@@ -112,6 +112,7 @@ def serve(config: Config) -> None:
         process ends and its supervisor starts another.
     """
     logging.basicConfig(level=config.observability.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    check_address(config.server)  # now rather than after minutes of loading
     # Before there is an event loop: that one would keep an interrupt to itself until the model is loaded.
     core = build_core(config)
     asyncio.run(_serve(config, core))
