@@ -146,8 +146,10 @@ def test_a_port_in_use_is_one_line_and_code_2(model: Path, capfd: pytest.Capture
         assert main([*flags(model), f"--port={port}"]) == EXIT_USAGE
     lines = [line for line in capfd.readouterr().err.splitlines() if re.match("outrider: |Traceback", line)]
     assert lines == [
-        f"outrider: cannot listen on 127.0.0.1:{port}: another process listens there; stop it, or choose another "
-        "--port (0 picks a free one)"
+        (
+            f"outrider: cannot listen on 127.0.0.1:{port}: another process listens there; stop it, or choose another "
+            "--port (0 picks a free one)"
+        )
     ]
 
 
