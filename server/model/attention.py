@@ -4,6 +4,7 @@ No mask function is registered under that name, so transformers builds no mask: 
 sliding windows are decided here, from positions.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,62 +109,68 @@ class AttentionStep:
         return self._masks[key]
 
 
-def paged_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    attention_step: AttentionStep,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Write the step's K and V, then attend each row to its own blocks.
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What an architecture asks of its attention; sinks: [heads], a logit without a value."""
 
-    Args:
-        query: [1, heads, num_tokens, head_dim]; key, value: [1, kv_heads, num_tokens, head_dim].
-        attention_mask: always None.
-        s_aux: [heads] sink logits.
-    Returns: [1, num_tokens, heads, head_dim], and no weights.
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+Attend = Callable[[AttentionStep, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
+"""(step, layer, query [T, heads, head_dim], key and value [T, kv_heads, head_dim], options) -> [T, heads, head_dim]."""
+
+
+def _for_transformers(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """Give an implementation the signature that transformers calls.
+
+    That has query [1, heads, T, head_dim], key and value [1, kv_heads, T, head_dim], no mask, and wants
+    [1, T, heads, head_dim] with attention weights, of which there are none.
     """
-    step = attention_step
-    layer = step.layer(module)
-    write_kv(layer, key[0], value[0], step)
-    num_heads, num_tokens, head_dim = query.shape[1:]
-    output = query.new_empty(num_tokens, num_heads, head_dim)
+
+    def attention_function(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attention_step: AttentionStep,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        layer = attention_step.layer(module)
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+        return attend(attention_step, layer, query, key, value, options)[None], None
+
+    return attention_function
+
+
+def _attend_by_tensors(
+    step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    write_kv(layer, key, value, step)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
-        rows = query[0, :, group.tokens].unflatten(1, (group.num_rows, group.num_query)).transpose(0, 1)
+        rows = query[group.tokens].unflatten(0, (group.num_rows, group.num_query)).transpose(1, 2)
         keys, values = read_kv(layer, step.table(group))
-        mask = step.mask(group, sliding_window)
-        attended = attention(rows, keys, values, mask, scaling, softcap=softcap, sinks=s_aux)
+        mask = step.mask(group, options.sliding_window)
+        attended = attention(rows, keys, values, mask, options.scaling, softcap=options.softcap, sinks=options.sinks)
         output[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
-    return output[None], None
+    return output
 
 
-def paged_attention_cpu(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    attention_step: AttentionStep,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The same as paged_attention, by the C++ operators."""
-    step = attention_step
-    layer = step.layer(module)
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+def _attend_on_cpu(
+    step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
     cpu_attention.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
-    output = cpu_attention.paged_attention(
+    return cpu_attention.paged_attention(
         query,
         layer,
         step.first_token,
@@ -171,32 +178,17 @@ def paged_attention_cpu(
         step.slots,
         step.positions,
         step.block_table,
-        scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.float(),
+        options.scaling,
+        sliding_window=options.sliding_window,
+        softcap=options.softcap,
+        sinks=None if options.sinks is None else options.sinks.float(),
     )
-    return output[None], None
 
 
-def paged_attention_cuda(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    attention_step: AttentionStep,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The same as paged_attention, by the Triton kernels; one launch per group."""
-    step = attention_step
-    layer = step.layer(module)
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+def _attend_on_cuda(
+    step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+) -> Tensor:
+    """One launch per group."""
     triton_kv_write.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
@@ -211,21 +203,21 @@ def paged_attention_cuda(
             step.block_table,
             max_num_query=group.num_query,
             context_bound=group.context_bound,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
+            scaling=options.scaling,
+            sliding_window=options.sliding_window,
+            softcap=options.softcap,
+            sinks=options.sinks,
         )
-    return output[None], None
+    return output
 
 
 def write_kv(layer: Tensor, key: Tensor, value: Tensor, step: AttentionStep) -> None:
-    """Store [kv_heads, num_tokens, head_dim] keys and values in a layer's blocks.
+    """Store [num_tokens, kv_heads, head_dim] keys and values in a layer's blocks.
 
     NaN and infinity are stored as 0: a masked position has weight 0, and 0 times NaN would reach
     whoever reads the block. The request they come from is ended by the runner all the same.
     """
-    kv = torch.cat((key, value), dim=-1).transpose(0, 1)
+    kv = torch.cat((key, value), dim=-1)
     kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
     layer[step.write_blocks, :, step.write_offsets] = kv.to(layer.dtype)
 
@@ -235,6 +227,10 @@ def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     gathered = layer[block_table].transpose(1, 2).flatten(2, 3)
     return gathered.chunk(2, dim=-1)  # type: ignore[return-value]
 
+
+paged_attention = _for_transformers(_attend_by_tensors)
+paged_attention_cpu = _for_transformers(_attend_on_cpu)
+paged_attention_cuda = _for_transformers(_attend_on_cuda)
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionInterface.register(CPU_ATTENTION_NAME, paged_attention_cpu)
