@@ -83,6 +83,8 @@ class EventMetrics:
         self._request_duration.record(duration_s, attributes | {rpc.RPC_RESPONSE_STATUS_CODE: call.status})
         if queue_times_s := [c.timing.queue_s for c in call.choices if c.timing.queue_s > 0]:
             self._queue_time.record(min(queue_times_s))
+        if call.status != "OK":  # the conventions define the following for successful responses
+            return
         if first_token_times_s := [c.timing.ttft_s for c in call.choices if c.timing.ttft_s > 0]:
             self._time_to_first_token.record(min(first_token_times_s), attributes)
         for choice in call.choices:
