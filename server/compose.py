@@ -202,10 +202,13 @@ def _log_capacity(info: ModelInfo) -> None:
 
 
 async def _wait_for_signal(stopping: asyncio.Event) -> None:
-    """Return once `stopping` is set, or by a signal to stop, of which a second one ends the process the default way."""
+    """Return once `stopping` is set, or by a signal to stop; a second one then ends the process at once.
+
+    By os._exit: an orderly end of the interpreter would wait for the step thread, or tear it down in its step.
+    """
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stopping.set)
     await stopping.wait()
     for number in STOP_SIGNALS:
-        loop.remove_signal_handler(number)
+        loop.add_signal_handler(number, os._exit, 128 + number)
