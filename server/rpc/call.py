@@ -51,25 +51,27 @@ async def recorded_call(
 ) -> AsyncIterator[CallRecord]:
     """Turn errors of the body into the call's status and publish its CallFinished.
 
-    Cancellation goes on up, once recorded.
+    The event goes out before the client can learn the status. Cancellation goes on up, once recorded.
     """
     start_ns = time.time_ns()
     record = CallRecord()
-    code, message = grpc.StatusCode.OK, ""
+    metadata = _text_metadata(context.invocation_metadata() or ())
+
+    def publish(code: grpc.StatusCode, error: str) -> None:
+        events.publish(record.event(method, metadata, code.name, error, start_ns))
+
     try:
         yield record
     except asyncio.CancelledError:
         code = status_of_cancellation(context.time_remaining())
-        message = "the client left or its deadline passed, or the server stopped"
+        publish(code, "the client left or its deadline passed, or the server stopped")
         raise
     except Exception as error:
         code, status = status_of(error)
-        message = status.message
-        trailers = rpc_status.to_status(status).trailing_metadata
-        await context.abort(code, message, trailers)
-    finally:
-        metadata = _text_metadata(context.invocation_metadata() or ())
-        events.publish(record.event(method, metadata, code.name, message, start_ns))
+        publish(code, status.message)
+        await context.abort(code, status.message, rpc_status.to_status(status).trailing_metadata)
+    else:
+        publish(grpc.StatusCode.OK, "")
 
 
 def _text_metadata(metadata: Any) -> dict[str, str]:
