@@ -88,7 +88,11 @@ def paged_attention(
 
 
 def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """Store keys and values in their blocks; arguments as in kv_write.write_kv."""
+    """Store keys and values in their blocks; arguments as in kv_write.write_kv.
+
+    NaN and infinity are stored as 0: a masked position has weight 0, and 0 times NaN would reach
+    whoever reads the block. The request they come from is ended by the runner all the same.
+    """
     largest = torch.finfo(layer.dtype).max
     kv = torch.cat((key, value), dim=-1).float()
     kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0).clamp(-largest, largest)

@@ -15,7 +15,7 @@ from transformers import AttentionInterface
 from server.kernels import cpu_attention, jit
 from server.kernels import kv_write as triton_kv_write
 from server.kernels import paged_attention as triton_attention
-from server.kernels.reference import attention, attention_mask
+from server.kernels.reference import attention, attention_mask, write_kv
 from server.model.cache import cache_root
 
 ATTENTION_NAME = "outrider_paged"
@@ -155,7 +155,7 @@ def _for_transformers(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
 def _attend_by_tensors(
     step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
-    write_kv(layer, key, value, step)
+    write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
         rows = query[group.tokens].unflatten(0, (group.num_rows, group.num_query)).transpose(1, 2)
@@ -209,17 +209,6 @@ def _attend_on_cuda(
             sinks=options.sinks,
         )
     return output
-
-
-def write_kv(layer: Tensor, key: Tensor, value: Tensor, step: AttentionStep) -> None:
-    """Store [num_tokens, kv_heads, head_dim] keys and values in a layer's blocks.
-
-    NaN and infinity are stored as 0: a masked position has weight 0, and 0 times NaN would reach
-    whoever reads the block. The request they come from is ended by the runner all the same.
-    """
-    kv = torch.cat((key, value), dim=-1)
-    kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
-    layer[step.write_blocks, :, step.write_offsets] = kv.to(layer.dtype)
 
 
 def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
