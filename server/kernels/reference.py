@@ -97,3 +97,36 @@ def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets:
     kv = torch.cat((key, value), dim=-1).float()
     kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0).clamp(-largest, largest)
     layer[blocks.long(), :, offsets.long()] = kv.to(layer.dtype)
+
+
+def penalise(
+    logits: Tensor,
+    token_ids: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    num_prompt: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> None:
+    """Penalise tokens of each position's context, in place; arguments as in penalties.penalise.
+
+    `token_ids` may be cut behind the longest row's drafts: its width is what this takes its time for.
+    """
+    num_rows, num_positions, vocab_size = logits.shape
+    text = token_ids[slots].long()
+    place = torch.arange(text.shape[1], device=logits.device)
+    known = num_tokens[slots, None]
+    is_prompt = place < num_prompt[slots, None]
+    is_output = ~is_prompt & (place < known)
+    nothing = logits.new_zeros(num_rows, vocab_size)
+    in_prompt = nothing.scatter_add(1, text, is_prompt.float()) > 0
+    counts = nothing.scatter_add(1, text, is_output.float())
+    for position in range(num_positions):
+        if position > 0:  # the draft before this position is part of its context
+            counts.scatter_add_(1, text.gather(1, known + position - 1), counts.new_ones(num_rows, 1))
+        row_logits = logits[:, position]
+        factor = repetition[slots, None]
+        scaled = torch.where(row_logits > 0, row_logits / factor, row_logits * factor)
+        scaled = torch.where(in_prompt | (counts > 0), scaled, row_logits)
+        logits[:, position] = scaled - frequency[slots, None] * counts - presence[slots, None] * (counts > 0)

@@ -16,6 +16,7 @@ from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
+from server.kernels.penalties import penalise
 from tests.fakes.kernel_inputs import attention_inputs
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -46,6 +47,8 @@ def launch_all() -> None:
     write_kv(inputs.layer, key, key, rows, rows)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, 2, 4, 5, False)
+    ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
+    penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))
 
 
 if __name__ == "__main__":
