@@ -36,6 +36,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="type of weights and activations; auto is bfloat16"
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="auto reads safetensors; dummy makes random weights for a folder that may have config.json alone",
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="longest context, prompt and output, in tokens; the model's own if not given"
     )

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.errors import InvalidRequest, ModelError
+from server.model.no_tokenizer import NoTokenizer
 from server.request import SamplingParams
 
 # The fields that vLLM takes over, too, under the names SamplingParams has for them.
@@ -41,7 +42,9 @@ def generation_defaults(folder: Path) -> dict[str, float | int]:
     return defaults
 
 
-def eos_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def eos_token_ids(
+    folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | NoTokenizer
+) -> tuple[int, ...]:
     """Sorted ids that end a text according to generation config, config or tokenizer."""
     sources = (_read(folder).get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
     ids: set[int] = set()

@@ -13,9 +13,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from server.config import ModelConfig
 from server.errors import ModelError
 from server.model.attention import attention_name
+from server.model.dummy import dummy_folder, dummy_weights, make_dummy_model
 from server.model.fingerprint import fingerprint
 from server.model.generation_defaults import eos_token_ids, generation_defaults
 from server.model.memory import check_fits
+from server.model.no_tokenizer import NoTokenizer, has_tokenizer
 from server.model.progress import without_foreign_bars
 from server.model.resolve import pull
 from server.model.support import check_config, check_model
@@ -43,7 +45,7 @@ class LoadedModel:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | NoTokenizer
     config: PreTrainedConfig
     source: str
     folder: Path
@@ -63,13 +65,24 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
     Raises: ModelError or ConfigError naming cause and remedy.
     """
-    folder = pull(config.model, config.revision, with_code=config.trust_remote_code)
+    is_dummy = config.load_format == "dummy"
+    if is_dummy:
+        folder = dummy_folder(config.model)
+    else:
+        folder = pull(config.model, config.revision, with_code=config.trust_remote_code)
     model_config = _load_config(folder, config)
     check_config(model_config, trusts_code=config.trust_remote_code)
-    weights = read_weight_files(folder)
+    weights = dummy_weights(model_config, config) if is_dummy else read_weight_files(folder)
     check_fits(config.model, weights, device, dtype)
-    tokenizer = load_tokenizer(folder, config, vocab_size=model_config.vocab_size)
-    model = _load_weights(folder, weights, model_config, config, device, dtype)
+    if is_dummy and config.tokenizer is None and not has_tokenizer(folder):
+        tokenizer: PreTrainedTokenizerBase | NoTokenizer = NoTokenizer()
+    else:
+        tokenizer = load_tokenizer(folder, config, vocab_size=model_config.vocab_size)
+    if is_dummy:
+        attention = attention_name(device, dtype, head_dim=_kv_geometry(model_config)[1])
+        model = make_dummy_model(model_config, config, device, dtype, attention)
+    else:
+        model = _load_weights(folder, weights, model_config, config, device, dtype)
     check_model(model)
     num_kv_heads, head_dim = _kv_geometry(model_config)
     return LoadedModel(
