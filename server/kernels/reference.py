@@ -130,3 +130,32 @@ def penalise(
         scaled = torch.where(row_logits > 0, row_logits / factor, row_logits * factor)
         scaled = torch.where(in_prompt | (counts > 0), scaled, row_logits)
         logits[:, position] = scaled - frequency[slots, None] * counts - presence[slots, None] * (counts > 0)
+
+
+def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """Mask what the sampling parameters leave out of [n, q, vocab] logits (temperature applied); in place.
+
+    Args: top_k: [n] int64, below 1 keeps all. top_p, min_p: [n] float32. None where no row needs it.
+    Ties at the k-th place are all kept, as are those at top-p's edge.
+    """
+    if min_p is not None:
+        floor = logits.amax(-1, keepdim=True) + min_p[:, None, None].log()
+        logits.masked_fill_(logits < floor, -torch.inf)
+    if top_k is None and top_p is None:
+        return logits
+    ordered, _ = logits.sort(-1, descending=True)
+    vocab_size = logits.shape[-1]
+    if top_k is not None:
+        k = torch.where(top_k < 1, vocab_size, top_k).clamp(max=vocab_size)
+        kth = ordered.gather(-1, (k - 1)[:, None, None].expand(-1, logits.shape[1], 1))
+        logits.masked_fill_(logits < kth, -torch.inf)
+        ordered.masked_fill_(ordered < kth, -torch.inf)
+    if top_p is not None:
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs  # mass of what is likelier: the first token that reaches top_p stays
+        # Rounding takes the sum to 1 early: a row that keeps all must not lose its tail by a neighbour's top_p.
+        mass = torch.where(top_p < 1, top_p, torch.inf)
+        num_kept = (before < mass[:, None, None]).sum(-1, keepdim=True)
+        edge = ordered.gather(-1, (num_kept - 1).clamp(min=0))  # none where every logit is NaN or minus infinity
+        logits.masked_fill_(logits < edge, -torch.inf)
+    return logits

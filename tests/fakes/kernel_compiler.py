@@ -17,6 +17,7 @@ from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
+from server.kernels.truncate import truncate
 from tests.fakes.kernel_inputs import attention_inputs
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,6 +50,7 @@ def launch_all() -> None:
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, 2, 4, 5, False)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
     penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))
+    truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)
 
 
 if __name__ == "__main__":

@@ -28,4 +28,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         "_copy_kernel",
         "_count_kernel",
         "_penalise_kernel",
+        "_survey_kernel",
+        "_search_kernel",
+        "_apply_kernel",
     }
