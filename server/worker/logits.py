@@ -12,6 +12,7 @@ from torch import Tensor
 
 from server.request import Request
 from server.worker.batch import BatchState
+from server.worker.slot_info import has_rules
 from server.worker.step_inputs import SamplingRows
 from server.worker.transfer import Transfer
 
@@ -51,11 +52,6 @@ class _SlotRules:
     stop_ids: Tensor | None
     bad_words: _BadWords | None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing applies."""
-        return self.bias is None and self.stop_ids is None and self.bad_words is None
-
 
 class LogitsProcessor:
     """Applies every slot's rules; owned by the runner."""
@@ -68,6 +64,9 @@ class LogitsProcessor:
 
     def start(self, slot: int, request: Request) -> None:
         """Take in the rules of a sequence that enters the batch."""
+        self._rules.pop(slot, None)
+        if not has_rules(request):
+            return
         sampling = request.sampling
         needs_stops = sampling.min_tokens > 0 and request.stop_token_ids
         self._rules[slot] = _SlotRules(
@@ -83,8 +82,8 @@ class LogitsProcessor:
         """
         failed: dict[int, str] = {}
         for i, row in enumerate(sampling.rows):
-            rules = self._rules[row.slot]
-            if not rules.is_empty:
+            rules = self._rules.get(row.slot)
+            if rules is not None:
                 try:
                     self._apply_rules(logits[i], row.slot, rules)
                 except Exception as error:  # this request's own parameters broke it; the others go on

@@ -18,18 +18,19 @@ class Verified:
     next_ids: Tensor
 
 
-def verify_coupled(draft_ids: Tensor, num_drafts: Tensor, target_ids: Tensor) -> Verified:
+def count_accepted(draft_ids: Tensor, num_drafts: Tensor, target_ids: Tensor) -> Tensor:
     """Keep drafts as long as they equal what the target chose at their position.
 
     With the likeliest tokens as `target_ids` this is greedy decoding. With argmax(log p + Gumbel)
     of a fixed noise per position it is sampling whose tokens do not depend on the drafter.
 
     Args:
-        draft_ids: [n, k] int64. num_drafts: [n] int64, at most k. target_ids: [n, k + 1] int64.
+        draft_ids: [n, k] integers. num_drafts: [n] int64, at most k. target_ids: [n, k + 1] int64; the token that
+            follows the kept drafts is the one at their number.
+    Returns: [n] int64.
     Source: Daliri et al. 2024, arXiv:2408.07978, section 3.
     """
-    accepted = _count_leading(draft_ids == target_ids[:, :-1], num_drafts)
-    return Verified(accepted, target_ids.gather(1, accepted[:, None])[:, 0])
+    return _count_leading(draft_ids == target_ids[:, :-1], num_drafts)
 
 
 def verify_standard(

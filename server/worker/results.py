@@ -1,133 +1,111 @@
 """A launched step's outcome: device tensors on their way to the host, then plain values."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from server.engine.protocol import PositionLogprobs
 from server.plan import PlanRow, RowResult, StepResult
+from server.worker.flight import Flight
+from server.worker.generation import NUM_COLUMNS, Generated
 from server.worker.logprobs import LogprobTensors
 from server.worker.step_inputs import SamplingRows, StepInputs
 from server.worker.transfer import Transfer
 
 NOT_FINITE = "the model produced NaN or infinite values"
+NO_TOKEN_LEFT = "its rules leave no token to choose"
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTensors:
-    """What the sampling rows brought, M of them.
-
-    Attributes:
-        token_ids: [M, Q] int64, accepted drafts and the token after them.
-        num_tokens, num_drafted, num_next_drafts: [M] int64.
-        is_broken: [M] bool, rows that went NaN or infinite where it matters.
-        is_empty: [M] bool, rows that are left without a token to choose.
-        logprobs: Q positions for each row that reports, in order.
-        failures: by index of a row, what its logits processing raised.
-    """
-
-    token_ids: Tensor
-    num_tokens: Tensor
-    num_drafted: Tensor
-    num_next_drafts: Tensor
-    is_broken: Tensor
-    is_empty: Tensor
-    logprobs: LogprobTensors | None
-    failures: Mapping[int, str]
-
-    def download(self, transfer: Transfer) -> "SampledTensors":
-        """Host copies, valid after the step's event."""
-        download = transfer.download
-        return SampledTensors(
-            token_ids=download(self.token_ids),
-            num_tokens=download(self.num_tokens),
-            num_drafted=download(self.num_drafted),
-            num_next_drafts=download(self.num_next_drafts),
-            is_broken=download(self.is_broken),
-            is_empty=download(self.is_empty),
-            logprobs=None if self.logprobs is None else self.logprobs.download(transfer),
-            failures=self.failures,
-        )
-
-    def row_fields(self, sampling: SamplingRows) -> dict[int, dict[str, Any]]:
-        """Fields of each sampling row's RowResult, by slot; on the host."""
-        num_drafted, num_next_drafts = self.num_drafted.tolist(), self.num_next_drafts.tolist()
-        counts, is_broken, is_empty = self.num_tokens.tolist(), self.is_broken.tolist(), self.is_empty.tolist()
-        fields: dict[int, dict[str, Any]] = {}
-        for i, (row, token_ids) in enumerate(zip(sampling.rows, self.token_ids.tolist(), strict=True)):
-            if i in self.failures:
-                fields[row.slot] = {"error": self.failures[i]}
-            elif is_broken[i]:
-                fields[row.slot] = {"error": NOT_FINITE}
-            elif is_empty[i]:
-                fields[row.slot] = {"error": "its rules leave no token to choose", "is_refusal": True}
-            else:
-                fields[row.slot] = {
-                    "token_ids": tuple(token_ids[: counts[i]]),
-                    "num_drafted": num_drafted[i],
-                    "num_next_drafts": num_next_drafts[i],
-                    "logprobs": self._row_logprobs(sampling, i, counts[i]),
-                }
-        return fields
-
-    def _row_logprobs(self, sampling: SamplingRows, index: int, count: int) -> tuple[PositionLogprobs, ...]:
-        num_top = sampling.params[index].logprobs
-        if self.logprobs is None or sampling.reporting is None or num_top is None:
-            return ()
-        first = sampling.reporting.index.index(index) * sampling.num_positions
-        return self.logprobs.positions(first, count, num_top)
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
+class StepOutputs:
     """All that a step brought.
 
     Attributes:
-        is_broken: [N] bool, rows with NaN or infinite activations, in layout order.
+        packed: 1-d int64; where rows were checked for NaN, [N] whether they are broken; then what was generated,
+            see Generated.columns.
+        logprobs, failures: see Generated.
         prompt_logprobs: by index of a row, its prompt positions.
     """
 
-    is_broken: Tensor
-    sampled: SampledTensors | None
+    packed: Tensor
+    logprobs: LogprobTensors | None
+    failures: Mapping[int, str]
     prompt_logprobs: Mapping[int, LogprobTensors]
 
-    def download(self, transfer: Transfer) -> "StepTensors":
-        """Host copies, valid after the step's event."""
-        return StepTensors(
-            is_broken=transfer.download(self.is_broken),
-            sampled=None if self.sampled is None else self.sampled.download(transfer),
-            prompt_logprobs={i: tensors.download(transfer) for i, tensors in self.prompt_logprobs.items()},
-        )
+    @classmethod
+    def of(
+        cls, is_broken: Tensor | None, generated: Generated | None, prompt_logprobs: Mapping[int, LogprobTensors]
+    ) -> "StepOutputs":
+        """Pack the outcome of the two segments."""
+        checked = () if is_broken is None else (is_broken.long(),)
+        if generated is None:
+            return cls(torch.cat(checked), None, {}, prompt_logprobs)
+        packed = torch.cat((*checked, *generated.columns))
+        return cls(packed, generated.logprobs, generated.failures, prompt_logprobs)
 
 
-@dataclass(frozen=True, slots=True)
 class StepHandle:
-    """A step that was launched; its tensors are on the host once the event has passed."""
+    """A launched step; one settles it once, after which its flight may be used again."""
 
-    inputs: StepInputs
-    tensors: StepTensors
-    event: torch.cuda.Event | None
+    def __init__(self, inputs: StepInputs, outputs: StepOutputs, flight: Flight, transfer: Transfer) -> None:
+        """Begin to bring the outputs to the host."""
+        self.flight = flight
+        self._inputs = inputs
+        self._failures = outputs.failures
+        self._logprobs = None if outputs.logprobs is None else outputs.logprobs.download(transfer)
+        self._prompt_logprobs = {i: tensors.download(transfer) for i, tensors in outputs.prompt_logprobs.items()}
+        flight.bring_back(outputs.packed)
 
     def settle(self) -> StepResult:
         """Wait for the device, then turn the outcome into values; in layout order."""
-        if self.event is not None:
-            self.event.synchronize()
-        sampling, sampled = self.inputs.sampling, self.tensors.sampled
-        by_slot = {} if sampling is None or sampled is None else sampled.row_fields(sampling)
+        values = self.flight.results()
+        rows, sampling = self._inputs.rows, self._inputs.sampling
+        if self._inputs.known_row is None:
+            assert sampling is not None
+            return StepResult(tuple(self._sampled(sampling, values)))
+        sampled = iter(()) if sampling is None else iter(self._sampled(sampling, values[len(rows) :]))
         results: list[RowResult] = []
-        for i, (row, is_broken) in enumerate(zip(self.inputs.rows, self.tensors.is_broken.tolist(), strict=True)):
-            if is_broken:
-                fields: dict[str, Any] = {"error": NOT_FINITE}
-            else:
-                fields = {"prompt_logprobs": self._prompt_logprobs(i, row), **by_slot.get(row.slot, {})}
-            results.append(RowResult(row.seq_id, row.epoch, **fields))
+        for i, row in enumerate(rows):
+            result = next(sampled) if row.is_sampling else RowResult(row.seq_id, row.epoch)
+            if values[i]:
+                result = RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
+            elif i in self._prompt_logprobs and result.error is None:
+                result = self._with_prompt_logprobs(result, row, self._prompt_logprobs[i])
+            results.append(result)
         return StepResult(tuple(results))
 
-    def _prompt_logprobs(self, index: int, row: PlanRow) -> tuple[PositionLogprobs, ...]:
-        tensors = self.tensors.prompt_logprobs.get(index)
-        if tensors is None or row.num_prompt_logprobs is None:
+    def _sampled(self, sampling: SamplingRows, values: Sequence[int]) -> list[RowResult]:
+        """The results of the sampling rows, in order; padding behind them is dropped."""
+        num_rows, width = sampling.slots.shape[0], sampling.num_positions
+        columns = [values[i * num_rows : (i + 1) * num_rows] for i in range(NUM_COLUMNS)]
+        token_ids = values[NUM_COLUMNS * num_rows :]
+        results: list[RowResult] = []
+        for i, (row, accepted, drafted, next_drafts, is_broken, is_empty) in enumerate(
+            zip(sampling.rows, *columns, strict=False)
+        ):
+            if i in self._failures:
+                result = RowResult(row.seq_id, row.epoch, error=self._failures[i])
+            elif is_broken:
+                result = RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
+            elif is_empty:
+                result = RowResult(row.seq_id, row.epoch, error=NO_TOKEN_LEFT, is_refusal=True)
+            else:
+                kept = tuple(token_ids[i * width : i * width + accepted + 1])
+                logprobs = self._chosen_logprobs(sampling, i, accepted + 1) if self._logprobs is not None else ()
+                result = RowResult(row.seq_id, row.epoch, kept, drafted, next_drafts, logprobs)
+            results.append(result)
+        return results
+
+    def _chosen_logprobs(self, sampling: SamplingRows, index: int, count: int) -> tuple[PositionLogprobs, ...]:
+        num_top = sampling.infos[index].params.logprobs
+        if self._logprobs is None or sampling.reporting is None or num_top is None:
             return ()
-        return tensors.positions(0, tensors.chosen_ids.shape[0], row.num_prompt_logprobs)
+        first = sampling.reporting.index.index(index) * sampling.num_positions
+        return self._logprobs.positions(first, count, num_top)
+
+    def _with_prompt_logprobs(self, result: RowResult, row: PlanRow, tensors: LogprobTensors) -> RowResult:
+        assert row.num_prompt_logprobs is not None
+        positions = tensors.positions(0, tensors.chosen_ids.shape[0], row.num_prompt_logprobs)
+        return replace(result, prompt_logprobs=positions)

@@ -1,20 +1,26 @@
-"""Runs steps on one device: the model's forward, sampling and verification, drafting."""
+"""Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from proposers.base import ProposeInput, Proposer
-from server.model.attention import AttentionStep
+from proposers.base import Proposer
 from server.model.head import LMHead
 from server.plan import StepPlan, StepResult
 from server.worker.batch import BatchState
+from server.worker.buckets import Buckets
+from server.worker.flight import Flights
+from server.worker.generation import NUM_COLUMNS, Generation
 from server.worker.logits import LogitsProcessor
-from server.worker.logprobs import LogprobTensors, chosen_logprobs, prompt_logprobs
-from server.worker.results import SampledTensors, StepHandle, StepTensors
-from server.worker.sampler import Drafts, Sampler
-from server.worker.step_inputs import SamplingRows, SlotInfo, StepInputs, lay_out
+from server.worker.logprobs import LogprobTensors, prompt_logprobs
+from server.worker.results import StepHandle, StepOutputs
+from server.worker.slot_info import SlotInfo
+from server.worker.step_inputs import StepInputs, lay_out
+from server.worker.target import Target
 from server.worker.transfer import Transfer
+
+MIN_UPLOAD_NBYTES = 1 << 20
+"""Room for a step's uploads besides the longest prompt; what does not fit takes memory of its own."""
 
 
 class Runner:
@@ -35,137 +41,44 @@ class Runner:
         proposer: Proposer | None,
     ) -> None:
         """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
-        self._model = model.base_model
-        self._head = head
+        max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
         self.kv = kv
-        self._block_size = kv.shape[3]
-        self._proposer = proposer
-        self._max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
+        self._head = head
         self._transfer = Transfer(kv.device)
-        self.batch = BatchState(num_slots, max_tokens, self._block_size, self._max_drafts, self._transfer)
+        self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device)
+        self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
-        self._sampler = Sampler(self.batch)
+        self._target = Target(model, kv, self.batch)
+        self._generation = Generation(self.batch, head, self._logits_processor, proposer, max_tokens)
+        num_results = num_slots * (2 + NUM_COLUMNS + max_drafts)
+        self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step on the device."""
-        self._start(plan)
-        self.batch.append_blocks(plan.rows)
-        inputs = lay_out(plan.rows, self.slots, self._max_drafts, self._transfer)
-        outputs = self.step(inputs)
-        return StepHandle(inputs, outputs.download(self._transfer), self._transfer.record_event())
-
-    def step(self, inputs: StepInputs) -> StepTensors:
-        """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
-        hidden, is_broken = self._forward(inputs)
-        prompt = self._prompt_logprobs(inputs, hidden)
-        self.batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
-        sampled = None if inputs.sampling is None else self._sample(inputs.sampling, hidden)
-        return StepTensors(is_broken, sampled, prompt)
-
-    def settle(self, handle: StepHandle) -> StepResult:
-        """Wait for a launched step."""
-        return handle.settle()
-
-    def _start(self, plan: StepPlan) -> None:
-        self.batch.start(plan.starts)
         for start in plan.starts:
             self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
+        flight = self._flights.begin()
+        inputs = lay_out(plan.rows, self.slots, self._buckets, flight)
+        changes = self.batch.stage(plan.starts, plan.rows, flight)
+        flight.send()
+        self.batch.apply(changes)
+        return StepHandle(inputs, self.step(inputs), flight, self._transfer)
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """The target's forward. Returns: [T, hidden], and [N] bool, rows that went NaN or infinite."""
-        batch = self.batch
-        slots = inputs.slots[inputs.token_row]
-        positions = batch.num_computed[slots] + inputs.token_offset
-        is_real = inputs.token_offset < inputs.num_query[inputs.token_row]
-        is_real &= positions < batch.num_tokens[slots] + batch.num_drafts[slots]
-        positions = torch.where(is_real, positions, 0)  # padding may lie beyond what the model can embed
-        token_ids = torch.where(is_real, batch.token_ids[slots, positions], 0)
-        blocks = torch.where(is_real, batch.block_table[slots, positions // self._block_size], 0)
-        step = AttentionStep(
-            kv=self.kv,
-            write_blocks=blocks.long(),
-            write_offsets=positions % self._block_size,
-            positions=positions,
-            first_token=inputs.first_token,
-            num_query=inputs.num_query,
-            slots=inputs.slots,
-            block_table=batch.block_table,
-            groups=inputs.groups,
-        )
-        outputs = self._model(
-            input_ids=token_ids.long()[None],
-            position_ids=positions[None],
-            use_cache=False,
-            attention_step=step,
-        )
-        hidden: Tensor = outputs.last_hidden_state[0]
-        # Of drafts only the accepted ones count; they are judged by their logits.
-        is_known = is_real & (inputs.token_offset < inputs.num_known[inputs.token_row])
-        is_bad = is_known & ~torch.isfinite(hidden).all(-1)
-        num_bad = torch.zeros_like(inputs.slots).index_add_(0, inputs.token_row, is_bad.long())
-        return hidden, num_bad > 0
+    def step(self, inputs: StepInputs) -> StepOutputs:
+        """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
+        hidden, is_broken = self._target.forward(inputs)
+        prompt = self._prompt_logprobs(inputs, hidden)
+        generated = None if inputs.sampling is None else self._generation.generate(inputs.sampling, hidden)
+        return StepOutputs.of(is_broken, generated, prompt)
 
-    def _sample(self, sampling: SamplingRows, hidden: Tensor) -> SampledTensors:
-        """Process the logits, verify the drafts, append what was generated, draft anew."""
-        batch = self.batch
-        slots = sampling.slots
-        offsets = torch.arange(sampling.num_positions, device=slots.device)
-        flat = torch.minimum(sampling.first_token[:, None] + offsets, sampling.last_token[:, None])
-        hidden = hidden[flat]
-        logits = self._head.logits(hidden)
-        raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
-        failures = self._logits_processor.apply(logits, sampling)
-        is_finite, has_choice = torch.isfinite(hidden).all(-1), torch.isfinite(logits.amax(-1))
-
-        num_tokens = batch.num_tokens[slots]
-        drafts = Drafts(
-            ids=batch.token_ids[slots[:, None], num_tokens[:, None] + offsets[:-1]].long(),
-            counts=torch.minimum(batch.num_drafts[slots], sampling.max_drafts),
-        )
-        verified = self._sampler.sample(logits, sampling, drafts)
-        token_ids = torch.cat((drafts.ids, torch.zeros_like(slots)[:, None]), dim=1)
-        token_ids.scatter_(1, verified.num_accepted[:, None], verified.next_ids[:, None])
-
-        end = num_tokens + verified.num_accepted
-        batch.token_ids[slots, end] = verified.next_ids.int()
-        batch.num_tokens[slots] = end + 1
-        batch.num_computed[slots] = end
-        batch.num_drafts.index_fill_(0, slots, 0)
-        self._draft(sampling)
-        is_used = offsets <= verified.num_accepted[:, None]  # what comes after was computed in vain, NaN or not
-        return SampledTensors(
-            token_ids=token_ids,
-            num_tokens=verified.num_accepted + 1,
-            num_drafted=drafts.counts,
-            num_next_drafts=batch.num_drafts[slots],
-            is_broken=(~is_finite & is_used).any(-1),
-            is_empty=(~has_choice & is_used).any(-1),
-            logprobs=None if raw is None else self._chosen_logprobs(raw, token_ids, sampling),
-            failures=failures,
-        )
-
-    def _chosen_logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
-        assert sampling.reporting is not None
-        num_top = max(sampling.params[i].logprobs or 0 for i in sampling.reporting.index)
-        return chosen_logprobs(raw.flatten(0, 1), sampling.reporting.of(token_ids).flatten(), num_top)
-
-    def _draft(self, sampling: SamplingRows) -> None:
-        """Put new drafts behind the known tokens of the rows that speculate."""
-        if self._proposer is None or sampling.drafting is None:
-            return
-        batch = self.batch
-        slots = sampling.drafting.of(sampling.slots)
-        num_tokens = batch.num_tokens[slots]
-        bound = max(sampling.rows[i].context_bound for i in sampling.drafting.index) + 1
-        draft = self._proposer.propose(
-            ProposeInput(batch.token_ids, slots, num_tokens, batch.max_drafts[slots], max_num_tokens=bound)
-        )
-        ahead = num_tokens[:, None] + torch.arange(self._max_drafts, device=slots.device)
-        batch.token_ids[slots[:, None], ahead] = draft.ids.clamp(min=0)  # padding is never read, but must be an index
-        batch.num_drafts[slots] = draft.counts.long()
+    def settle(self, handle: StepHandle) -> StepResult:
+        """Wait for a launched step."""
+        result = handle.settle()
+        self._flights.give_back(handle.flight)
+        return result
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor) -> dict[int, LogprobTensors]:
         """Log probabilities of the prompt tokens that follow each computed one."""

@@ -1,32 +1,25 @@
 """A plan laid out as tensors: which token of which row is where.
 
-Everything a step uploads is uploaded here, so that what follows is a function of tensors alone.
+Everything a step needs to know of its plan is put into its flight here, so that what follows is a
+function of tensors alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from server.model.attention import AttentionGroup
-from server.plan import PlanRow, SequenceStart
-from server.request import SamplingParams
-from server.worker.transfer import Transfer
+from server.plan import PlanRow
+from server.worker.buckets import Bucket, Buckets
+from server.worker.flight import Flight
+from server.worker.slot_info import SlotInfo
 
-
-@dataclass(frozen=True, slots=True)
-class SlotInfo:
-    """What the host knows of the sequence in a slot for as long as it is there."""
-
-    params: SamplingParams
-    num_prompt: int
-    is_drafting: bool
-
-    @classmethod
-    def of(cls, start: SequenceStart) -> "SlotInfo":
-        """The facts of a sequence that enters the batch."""
-        return cls(start.request.sampling, start.num_prompt, start.num_speculative_tokens > 0)
+PADDING = 1 << 40
+"""The offset of a token that is none: beyond what any row knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +40,34 @@ class SamplingRows:
     """The rows of a step that yield tokens, M of them, with room for Q = 1 + drafts positions each.
 
     Attributes:
-        rows: the plan's rows, in layout order. params: theirs.
+        rows: the plan's rows, in layout order. infos: theirs. Padding behind them has neither.
         slots: [M] int64.
-        first_token: [M] int64, the flat token whose logits come first. last_token: [M] int64, the row's last.
         max_drafts: [M] int64, drafts the plan lets each verify.
+        num_new: [M] int64, tokens a row gets besides accepted drafts: 1, or 0 for padding.
+        tokens: [M * Q] int64, the flat tokens whose logits are wanted; None where it is all of them, in order.
         num_positions: Q.
-        greedy, seeded, unseeded: who is sampled by which rule; None where nobody is.
-        penalised, reporting, drafting: who has penalties, wants log probabilities, gets new drafts.
+        noisy, truncated, penalised, reporting: who they are, see SlotInfo; None where nobody is.
+        is_drafting: whether anybody gets new drafts.
     """
 
     rows: tuple[PlanRow, ...]
-    params: tuple[SamplingParams, ...]
+    infos: tuple[SlotInfo, ...]
     slots: Tensor
-    first_token: Tensor
-    last_token: Tensor
     max_drafts: Tensor
+    num_new: Tensor
+    tokens: Tensor | None
     num_positions: int
-    greedy: Selection | None
-    seeded: Selection | None
-    unseeded: Selection | None
+    noisy: Selection | None
+    truncated: Selection | None
     penalised: Selection | None
     reporting: Selection | None
-    drafting: Selection | None
+    is_drafting: bool
+
+    def of(self, hidden: Tensor) -> Tensor:
+        """Of [T, hidden], what the logits are made of: [M, Q, hidden]."""
+        num_rows = self.slots.shape[0]
+        wanted = hidden[: num_rows * self.num_positions] if self.tokens is None else hidden[self.tokens]
+        return wanted.view(num_rows, self.num_positions, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,91 +75,187 @@ class StepInputs:
     """The layout of a step: N rows, T flat tokens.
 
     Attributes:
-        rows: the plan's rows in layout order: by number of query tokens.
-        slots, num_query: [N] int64. num_known: [N] int64, query tokens that cannot be drafts.
-        first_token: [N] int64, each row's first flat token; first_tokens: the same on the host.
-        chunk: [N] int64, query tokens of rows that do not sample, 0 for those that do.
-        token_row, token_offset: [T] int64, the row a flat token belongs to and its place in it.
+        rows: the plan's rows in layout order.
+        bucket: the captured shape it is padded to; None where none fits.
+        is_plain: whether every sampling row is, see SlotInfo.
+        slots, first_token, num_query: [N] int64; where a row's tokens begin and how many it has, 0 for padding.
+        first_tokens: `first_token` on the host.
+        token_slot, token_offset: [T] int64, whose token it is and its place in the row, or PADDING.
+        known_row: [T] int64, the row of tokens that cannot be drafts, N for others; None where every row has one
+            such token and samples.
+        chunk: [N] int64, query tokens of rows that do not sample, 0 for those that do; None as above.
     """
 
     rows: tuple[PlanRow, ...]
+    bucket: Bucket | None
+    is_plain: bool
     groups: tuple[AttentionGroup, ...]
     slots: Tensor
     first_token: Tensor
     num_query: Tensor
-    num_known: Tensor
-    chunk: Tensor
-    token_row: Tensor
+    first_tokens: Sequence[int]
+    token_slot: Tensor
     token_offset: Tensor
-    first_tokens: tuple[int, ...]
+    known_row: Tensor | None
+    chunk: Tensor | None
     sampling: SamplingRows | None
 
 
-def lay_out(rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], max_drafts: int, transfer: Transfer) -> StepInputs:
-    """Lay out a plan's rows.
+def lay_out(rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], buckets: Buckets, flight: Flight) -> StepInputs:
+    """Lay out a plan's rows."""
+    if all(row.is_sampling and row.num_query == 1 + row.num_drafts for row in rows):
+        num_query = max([row.num_query for row in rows])
+        return lay_out_decoding(rows, slots, buckets, flight, buckets.fit(len(rows), num_query))
+    return _lay_out_mixed(rows, slots, buckets, flight)
 
-    Rows that are short enough to be a verification share one group, padded to its longest; each
-    longer length is a group of its own.
-    """
-    short = 1 + max_drafts
-    ordered = tuple(sorted(rows, key=lambda row: row.num_query))
-    groups: list[AttentionGroup] = []
-    token_row: list[int] = []
-    token_offset: list[int] = []
-    first_tokens: list[int] = []
-    for _, members in groupby(ordered, key=lambda row: max(short, row.num_query)):
-        group_rows = list(members)
-        num_query = max(row.num_query for row in group_rows)
-        first_row = len(first_tokens)
-        bound = max(row.context_bound for row in group_rows)
-        groups.append(AttentionGroup(first_row, len(group_rows), len(token_row), num_query, bound))
-        for i in range(len(group_rows)):
-            first_tokens.append(len(token_row))
-            token_row += [first_row + i] * num_query
-            token_offset += range(num_query)
-    upload = transfer.upload_ids
+
+def lay_out_decoding(
+    rows: Sequence[PlanRow],
+    slots: Mapping[int, SlotInfo],
+    buckets: Buckets,
+    flight: Flight,
+    bucket: Bucket | None,
+) -> StepInputs:
+    """Lay out rows that decode or verify: all alike, in one group, padded to a bucket if there is one for them."""
+    shape = bucket or Bucket(len(rows), max([row.num_query for row in rows]))
+    num_rows, num_query = shape.num_rows, shape.num_query
+    padding = [0] * (num_rows - len(rows))
+    slot_ids = np.array([row.slot for row in rows] + [buckets.spare_slot] * len(padding), np.int64)
+    counts = np.array([row.num_query for row in rows] + padding, np.int64)
+    slots_tensor, num_query_tensor = flight.put(slot_ids), flight.put(counts)
+    first_tokens = range(0, num_rows * num_query, num_query)
+    infos = [slots[row.slot] for row in rows]
+    is_plain = all(info.is_plain for info in infos)
+    # What is sampled by itself leaves the padding out.
+    num_sampled = num_rows if bucket is not None and is_plain else len(rows)
+    bound = max([row.context_bound for row in rows]) if bucket is None else buckets.max_context
     return StepInputs(
-        rows=ordered,
+        rows=tuple(rows),
+        bucket=bucket,
+        is_plain=is_plain,
+        groups=(AttentionGroup(0, num_rows, 0, num_query, bound),),
+        slots=slots_tensor,
+        num_query=num_query_tensor,
+        first_token=flight.put(first_tokens),
+        first_tokens=first_tokens,
+        token_slot=slots_tensor if num_query == 1 else flight.put(slot_ids.repeat(num_query)),
+        token_offset=flight.put(_offsets(counts, num_query)),
+        known_row=None,
+        chunk=None,
+        sampling=_sampling_rows(
+            rows,
+            infos,
+            slots=slots_tensor[:num_sampled],
+            max_drafts=flight.put(np.maximum(counts - 1, 0)[:num_sampled]),
+            num_new=flight.put(np.minimum(counts, 1)[:num_sampled]),
+            tokens=None,
+            num_positions=num_query,
+            flight=flight,
+        ),
+    )
+
+
+def _lay_out_mixed(
+    rows: Sequence[PlanRow], slots: Mapping[int, SlotInfo], buckets: Buckets, flight: Flight
+) -> StepInputs:
+    """Lay out any rows: those short enough to be a verification share a group, each longer length has its own."""
+    ordered = sorted(rows, key=lambda row: row.num_query)
+    num_rows = len(ordered)
+    groups: list[AttentionGroup] = []
+    first_tokens: list[int] = []
+    token_slot: list[npt.NDArray[np.int64]] = []
+    token_offset: list[npt.NDArray[np.int64]] = []
+    known_row: list[npt.NDArray[np.int64]] = []
+    num_tokens = 0
+    for _, members in groupby(ordered, key=lambda row: max(buckets.max_query, row.num_query)):
+        group = list(members)
+        num_query = group[-1].num_query
+        first_row = len(first_tokens)
+        groups.append(
+            AttentionGroup(first_row, len(group), num_tokens, num_query, max(row.context_bound for row in group))
+        )
+        end = num_tokens + len(group) * num_query
+        first_tokens += range(num_tokens, end, num_query)
+        num_tokens = end
+        counts = np.array([row.num_query for row in group])
+        known = counts - np.array([row.num_drafts for row in group])
+        token_slot.append(np.array([row.slot for row in group]).repeat(num_query))
+        token_offset.append(_offsets(counts, num_query))
+        row_ids = np.arange(first_row, first_row + len(group))
+        known_row.append(np.where(_offsets(known, num_query) < PADDING, row_ids.repeat(num_query), num_rows))
+    return StepInputs(
+        rows=tuple(ordered),
+        bucket=None,
+        is_plain=False,
         groups=tuple(groups),
-        slots=upload([row.slot for row in ordered]),
-        first_token=upload(first_tokens),
-        num_query=upload([row.num_query for row in ordered]),
-        num_known=upload([row.num_query - row.num_drafts for row in ordered]),
-        chunk=upload([0 if row.is_sampling else row.num_query for row in ordered]),
-        token_row=upload(token_row),
-        token_offset=upload(token_offset),
-        first_tokens=tuple(first_tokens),
-        sampling=_sampling_rows(ordered, slots, first_tokens, transfer),
+        slots=flight.put([row.slot for row in ordered]),
+        first_token=flight.put(first_tokens),
+        first_tokens=first_tokens,
+        num_query=flight.put([row.num_query for row in ordered]),
+        token_slot=flight.put(np.concatenate(token_slot)),
+        token_offset=flight.put(np.concatenate(token_offset)),
+        known_row=flight.put(np.concatenate(known_row)),
+        chunk=flight.put([0 if row.is_sampling else row.num_query for row in ordered]),
+        sampling=_sampling_rows_among(ordered, slots, first_tokens, flight),
+    )
+
+
+def _offsets(counts: npt.NDArray[np.int64], num_query: int) -> npt.NDArray[np.int64]:
+    """[rows] token counts -> [rows * num_query] the place of each flat token in its row, PADDING behind them."""
+    place = np.arange(num_query)
+    return np.where(place < counts[:, None], place, PADDING).ravel()
+
+
+def _sampling_rows_among(
+    ordered: Sequence[PlanRow], slots: Mapping[int, SlotInfo], first_tokens: Sequence[int], flight: Flight
+) -> SamplingRows | None:
+    """The sampling rows of a mixed layout."""
+    index = [i for i, row in enumerate(ordered) if row.is_sampling]
+    if not index:
+        return None
+    rows = [ordered[i] for i in index]
+    num_drafts = np.array([row.num_drafts for row in rows])
+    num_positions = 1 + int(num_drafts.max())
+    last = np.array([first_tokens[i] + ordered[i].num_query - 1 for i in index])
+    tokens = np.minimum((last - num_drafts)[:, None] + np.arange(num_positions), last[:, None])
+    return _sampling_rows(
+        rows,
+        [slots[row.slot] for row in rows],
+        slots=flight.put([row.slot for row in rows]),
+        max_drafts=flight.put(num_drafts),
+        num_new=flight.put(np.ones_like(num_drafts)),
+        tokens=flight.put(tokens.ravel()),
+        num_positions=num_positions,
+        flight=flight,
     )
 
 
 def _sampling_rows(
-    ordered: Sequence[PlanRow], slots: Mapping[int, SlotInfo], first_tokens: Sequence[int], transfer: Transfer
-) -> SamplingRows | None:
-    index = [i for i, row in enumerate(ordered) if row.is_sampling]
-    if not index:
-        return None
-    rows = tuple(ordered[i] for i in index)
-    infos = [slots[row.slot] for row in rows]
-    upload = transfer.upload_ids
-    last_tokens = [first_tokens[i] + ordered[i].num_query - 1 for i in index]
-
-    def select(is_selected: Callable[[SlotInfo], bool]) -> Selection | None:
-        chosen = tuple(i for i, info in enumerate(infos) if is_selected(info))
-        return Selection(chosen, upload(chosen), len(chosen) == len(infos)) if chosen else None
+    rows: Sequence[PlanRow],
+    infos: Sequence[SlotInfo],
+    *,
+    slots: Tensor,
+    max_drafts: Tensor,
+    num_new: Tensor,
+    tokens: Tensor | None,
+    num_positions: int,
+    flight: Flight,
+) -> SamplingRows:
+    def select(flags: Sequence[bool]) -> Selection | None:
+        chosen = tuple([i for i, flag in enumerate(flags) if flag])
+        return Selection(chosen, flight.put(chosen), len(chosen) == len(flags)) if chosen else None
 
     return SamplingRows(
-        rows=rows,
-        params=tuple(info.params for info in infos),
-        slots=upload([row.slot for row in rows]),
-        first_token=upload([last - row.num_drafts for last, row in zip(last_tokens, rows, strict=True)]),
-        last_token=upload(last_tokens),
-        max_drafts=upload([row.num_drafts for row in rows]),
-        num_positions=1 + max(row.num_drafts for row in rows),
-        greedy=select(lambda info: info.params.is_greedy),
-        seeded=select(lambda info: not info.params.is_greedy and info.params.seed is not None),
-        unseeded=select(lambda info: not info.params.is_greedy and info.params.seed is None),
-        penalised=select(lambda info: info.params.has_penalties),
-        reporting=select(lambda info: info.params.logprobs is not None),
-        drafting=select(lambda info: info.is_drafting),
+        rows=tuple(rows),
+        infos=tuple(infos),
+        slots=slots,
+        max_drafts=max_drafts,
+        num_new=num_new,
+        tokens=tokens,
+        num_positions=num_positions,
+        noisy=select([info.is_noisy for info in infos]),
+        truncated=select([info.is_truncated for info in infos]),
+        penalised=select([info.is_penalised for info in infos]),
+        reporting=select([info.is_reporting for info in infos]),
+        is_drafting=any(info.is_drafting for info in infos),
     )

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class Transfer:
-    """Uploads lists and downloads tensors of one device; on the CPU both are plain copies."""
+    """Uploads lists and downloads tensors of one device; on the CPU both are plain copies.
+
+    For what few steps need: each copy takes memory of its own. What every step needs goes through `Flight`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,11 +31,3 @@ class Transfer:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-    def record_event(self) -> torch.cuda.Event | None:
-        """Marks the point in the device's work up to now; None where nothing runs asynchronously."""
-        if not self._is_cuda:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event

@@ -7,8 +7,12 @@ import torch
 from server.plan import PlanRow, SequenceStart
 from server.request import Request, SamplingParams
 from server.worker.batch import BatchState
-from server.worker.step_inputs import SlotInfo, StepInputs, lay_out
-from server.worker.transfer import Transfer
+from server.worker.buckets import Buckets
+from server.worker.flight import Flight, Flights
+from server.worker.slot_info import SlotInfo
+from server.worker.step_inputs import StepInputs, lay_out
+
+MAX_CONTEXT = 64
 
 
 def start(
@@ -44,11 +48,26 @@ def start(
     )
 
 
-def batch_of(starts: Sequence[SequenceStart], device: str, *, max_tokens: int = 64, max_drafts: int = 4) -> BatchState:
+def batch_of(
+    starts: Sequence[SequenceStart], device: str, *, max_tokens: int = MAX_CONTEXT, max_drafts: int = 4
+) -> BatchState:
     """A batch state with these sequences in it, and as many slots."""
-    batch = BatchState(len(starts), max_tokens, 16, max_drafts, Transfer(torch.device(device)))
-    batch.start(starts)
+    batch = BatchState(len(starts), MAX_CONTEXT, 16, max_drafts, torch.device(device))
+    change(batch, starts)
     return batch
+
+
+def change(batch: BatchState, starts: Sequence[SequenceStart] = (), rows: Sequence[PlanRow] = ()) -> None:
+    """What a plan of these would change."""
+    flight = flight_on(str(batch.token_ids.device))
+    changes = batch.stage(starts, rows, flight)
+    flight.send()
+    batch.apply(changes)
+
+
+def flight_on(device: str, nbytes: int = 4096) -> Flight:
+    """A flight of its own."""
+    return Flights(torch.device(device), nbytes, 64).begin()
 
 
 def put_drafts(batch: BatchState, slot: int, draft_ids: Sequence[int]) -> None:
@@ -72,7 +91,17 @@ def decode_row(slot: int, context_len: int, num_drafts: int) -> PlanRow:
     )
 
 
-def inputs_of(rows: Sequence[PlanRow], starts: Sequence[SequenceStart], device: str, max_drafts: int = 4) -> StepInputs:
-    """The layout of rows whose sequences were started by `starts`."""
+def inputs_of(
+    rows: Sequence[PlanRow],
+    starts: Sequence[SequenceStart],
+    device: str,
+    max_drafts: int = 4,
+    sizes: Sequence[int] = (),
+) -> StepInputs:
+    """The layout of rows whose sequences were started by `starts`, padded to one of these sizes."""
     infos: Mapping[int, SlotInfo] = {item.slot: SlotInfo.of(item) for item in starts}
-    return lay_out(rows, infos, max_drafts, Transfer(torch.device(device)))
+    buckets = Buckets(spare_slot=len(starts), max_query=1 + max_drafts, max_context=MAX_CONTEXT, sizes=sizes)
+    flight = flight_on(device)
+    inputs = lay_out(rows, infos, buckets, flight)
+    flight.send()
+    return inputs

@@ -1,12 +1,17 @@
 """The batch's tensors, and how a plan is laid out over them."""
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
 from server.plan import PlanRow
 from server.request import SamplingParams
-from tests.fakes.worker_state import batch_of, decode_row, inputs_of, start
+from server.worker.buckets import Buckets, batch_sizes
+from server.worker.slot_info import SlotInfo
+from server.worker.step_inputs import PADDING
+from tests.fakes.worker_state import MAX_CONTEXT, batch_of, change, decode_row, inputs_of, start
 
 
 def chunk_row(slot: int, num_query: int, *, is_sampling: bool) -> PlanRow:
@@ -29,7 +34,7 @@ def test_a_slot_is_filled_from_a_start_and_keeps_nothing_of_its_last_owner(devic
         0, [9, 8, 7], num_prompt=2, sampling=sampling, key=2**63 - 1, block_ids=(4,), num_speculative_tokens=2
     )
     batch = batch_of([first], device_name)
-    batch.start([second])
+    change(batch, [second])
     assert batch.token_ids[0, :3].tolist() == [9, 8, 7]
     assert batch.block_table[0].tolist() == [4, 0, 0, 0]
     facts = {
@@ -56,10 +61,10 @@ def test_blocks_are_appended_behind_those_a_slot_has(device_name: str) -> None:
     batch = batch_of(starts, device_name)
     rows = [decode_row(0, 2, 0), decode_row(1, 2, 0)]
     with_blocks = [replace(row, new_block_ids=new) for row, new in zip(rows, [(8, 9), ()], strict=True)]
-    batch.append_blocks(with_blocks)
-    batch.append_blocks([replace(rows[1], new_block_ids=(7,))])
-    batch.append_blocks(rows)
-    assert batch.block_table.tolist() == [[3, 8, 9, 0], [4, 5, 7, 0]]
+    change(batch, rows=with_blocks)
+    change(batch, rows=[replace(rows[1], new_block_ids=(7,))])
+    change(batch, rows=rows)
+    assert batch.block_table[:2].tolist() == [[3, 8, 9, 0], [4, 5, 7, 0]]
 
 
 def test_short_rows_share_a_padded_group_and_each_longer_length_has_its_own(device_name: str) -> None:
@@ -74,19 +79,70 @@ def test_short_rows_share_a_padded_group_and_each_longer_length_has_its_own(devi
     inputs = inputs_of(rows, starts, device_name, max_drafts=4)
     assert [row.slot for row in inputs.rows] == [3, 1, 2, 0, 4]
     assert [(group.num_rows, group.num_query) for group in inputs.groups] == [(2, 3), (1, 7), (2, 12)]
-    assert inputs.first_tokens == (0, 3, 6, 13, 25)
-    assert inputs.token_row.tolist() == [0] * 3 + [1] * 3 + [2] * 7 + [3] * 12 + [4] * 12
-    assert inputs.token_offset[:13].tolist() == [0, 1, 2, 0, 1, 2, *range(7)]
+    assert list(inputs.first_tokens) == inputs.first_token.tolist() == [0, 3, 6, 13, 25]
+    assert inputs.num_query.tolist() == [1, 3, 7, 12, 12]
+    assert inputs.token_slot.tolist() == [3] * 3 + [1] * 3 + [2] * 7 + [0] * 12 + [4] * 12
+    assert inputs.token_offset.tolist() == [0, PADDING, PADDING, 0, 1, 2, *range(7), *range(12), *range(12)]
+    assert inputs.known_row is not None
+    assert inputs.known_row.tolist() == [0, 5, 5, 1, 5, 5] + [2] * 7 + [3] * 12 + [4] * 12
+    assert inputs.chunk is not None
     assert inputs.chunk.tolist() == [0, 0, 7, 0, 0]
-    assert inputs.num_known.tolist() == [1, 1, 7, 12, 12]
     sampling = inputs.sampling
     assert sampling is not None
     assert sampling.slots.tolist() == [3, 1, 0, 4]
     # Logits start at the last known token, and go on over the drafts.
-    assert sampling.first_token.tolist() == [0, 3, 24, 36]
-    assert sampling.last_token.tolist() == [0, 5, 24, 36]
+    assert sampling.tokens is not None
+    assert sampling.tokens.tolist() == [0, 0, 0, 3, 4, 5, 24, 24, 24, 36, 36, 36]
     assert sampling.max_drafts.tolist() == [0, 2, 0, 0]
     assert sampling.num_positions == 3
+    assert sampling.num_new.tolist() == [1] * 4
+
+
+def test_rows_that_only_decode_are_laid_out_as_they_come(device_name: str) -> None:
+    starts = [start(slot, range(20)) for slot in range(3)]
+    rows = [decode_row(2, 20, 2), decode_row(0, 20, 0), decode_row(1, 20, 1)]
+    inputs = inputs_of(rows, starts, device_name, max_drafts=4)
+    assert [row.slot for row in inputs.rows] == inputs.slots.tolist() == [2, 0, 1]
+    assert [(group.num_rows, group.num_query) for group in inputs.groups] == [(3, 3)]
+    assert inputs.bucket is None
+    assert inputs.known_row is None
+    assert inputs.chunk is None
+    assert inputs.first_token.tolist() == [0, 3, 6]
+    assert inputs.token_slot.tolist() == [2] * 3 + [0] * 3 + [1] * 3
+    assert inputs.token_offset.tolist() == [0, 1, 2, 0, PADDING, PADDING, 0, 1, PADDING]
+    assert inputs.sampling is not None
+    assert inputs.sampling.max_drafts.tolist() == [2, 0, 1]
+    hidden = torch.arange(9.0, device=device_name)[:, None]
+    assert inputs.sampling.of(hidden).tolist() == hidden.view(3, 3, 1).tolist()
+
+
+@pytest.mark.parametrize(("num_drafts", "num_query"), [(0, 1), (1, 5)])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_rows_are_padded_to_a_bucket(device_name: str, num_drafts: int, num_query: int, logprobs: int | None) -> None:
+    sampling_params = SamplingParams(temperature=0, logprobs=logprobs)
+    starts = [start(slot, range(20), sampling=sampling_params) for slot in range(3)]
+    rows = [decode_row(slot, 20, num_drafts) for slot in range(3)]
+    inputs = inputs_of(rows, starts, device_name, max_drafts=4, sizes=(2, 4))
+    assert inputs.bucket == (4, num_query)
+    assert inputs.slots.tolist() == [0, 1, 2, 3]
+    assert inputs.num_query.tolist() == [1 + num_drafts] * 3 + [0]
+    assert inputs.token_slot.shape[0] == 4 * num_query
+    assert inputs.token_offset[-num_query:].tolist() == [PADDING] * num_query
+    assert inputs.groups[0].context_bound == MAX_CONTEXT
+    assert inputs.sampling is not None
+    # What a captured segment does not do is done for the rows alone.
+    assert inputs.is_plain == (logprobs is None)
+    assert inputs.sampling.num_new.tolist() == [1, 1, 1, 0] if inputs.is_plain else [1, 1, 1]
+    assert inputs.sampling.slots.tolist() == [0, 1, 2, 3] if inputs.is_plain else [0, 1, 2]
+
+
+def test_a_bucket_is_the_smallest_that_fits() -> None:
+    buckets = Buckets(spare_slot=24, max_query=4, max_context=64, sizes=batch_sizes(24))
+    assert list(buckets)[:6] == [(24, 4), (16, 4), (8, 4), (4, 4), (2, 4), (1, 4)]
+    assert [buckets.fit(rows, 1) for rows in (1, 3, 17, 24, 25)] == [(1, 1), (4, 1), (24, 1), (24, 1), None]
+    assert buckets.fit(5, 2) == (8, 4)
+    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_sizes(4096)[-4:] == [192, 256, 384, 512]
 
 
 def test_a_step_without_a_sampling_row_has_no_sampling(device_name: str) -> None:
@@ -94,11 +150,11 @@ def test_a_step_without_a_sampling_row_has_no_sampling(device_name: str) -> None
     assert inputs_of([chunk_row(0, 7, is_sampling=False)], starts, device_name).sampling is None
 
 
-def test_rows_are_selected_by_how_they_are_sampled(device_name: str) -> None:
+def test_rows_are_selected_by_what_is_done_to_them(device_name: str) -> None:
     params = [
-        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, top_k=2),
         SamplingParams(seed=1),
-        SamplingParams(logprobs=0),
+        SamplingParams(logprobs=0, top_p=0.5),
         SamplingParams(temperature=0, seed=1, frequency_penalty=1),
     ]
     starts = [start(slot, [1, 2], sampling=p, num_speculative_tokens=slot % 2) for slot, p in enumerate(params)]
@@ -106,16 +162,29 @@ def test_rows_are_selected_by_how_they_are_sampled(device_name: str) -> None:
     assert sampling is not None
     selections = {
         name: selection and selection.index
-        for name in ("greedy", "seeded", "unseeded", "penalised", "reporting", "drafting")
+        for name in ("noisy", "truncated", "penalised", "reporting")
         for selection in [getattr(sampling, name)]
     }
-    assert selections == {
-        "greedy": (0, 3),
-        "seeded": (1,),
-        "unseeded": (2,),
-        "penalised": (3,),
-        "reporting": (2,),
-        "drafting": (1, 3),
-    }
-    assert sampling.greedy is not None
-    assert sampling.greedy.of(torch.arange(4, device=device_name)).tolist() == [0, 3]
+    assert selections == {"noisy": (1, 2), "truncated": (2,), "penalised": (3,), "reporting": (2,)}
+    assert sampling.is_drafting
+    assert sampling.noisy is not None
+    assert sampling.noisy.of(torch.arange(4, device=device_name)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("params", "is_plain"),
+    [
+        ({"temperature": 0, "top_k": 4}, True),
+        ({"seed": 1}, True),
+        ({"top_p": 0.9}, False),
+        ({"logit_bias": {1: 2.0}}, False),
+        ({"allowed_token_ids": [3]}, False),
+        ({"min_tokens": 2}, False),
+        ({"logprobs": 0}, False),
+        ({"presence_penalty": 0.5}, False),
+    ],
+    ids=str,
+)
+def test_plain_is_who_wants_nothing_but_a_temperature(params: dict[str, Any], is_plain: bool) -> None:
+    info = SlotInfo.of(start(0, [1, 2], sampling=SamplingParams(**params), stop_token_ids=[2]))
+    assert info.is_plain == is_plain

@@ -1,0 +1,57 @@
+"""The first segment of a step: the target model's forward pass over the batch."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from server.model.attention import AttentionStep
+from server.worker.batch import BatchState
+from server.worker.step_inputs import StepInputs
+
+
+class Target:
+    """The model on its KV cache; owned by the runner."""
+
+    def __init__(self, model: PreTrainedModel, kv: Tensor, batch: BatchState) -> None:
+        """Args: kv: see kv_tensors.allocate_kv."""
+        self._model = model.base_model
+        self._kv = kv
+        self._block_size = kv.shape[3]
+        self._batch = batch
+
+    def forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Compute the known tokens and drafts that the plan names, as far as they exist.
+
+        Returns: [T, hidden], and [N] bool, rows whose known tokens went NaN or infinite; None where each row has
+            one known token and samples: what becomes of it is judged by its logits.
+        """
+        batch, slots = self._batch, inputs.token_slot
+        positions = batch.num_computed[slots] + inputs.token_offset
+        is_real = positions < (batch.num_tokens + batch.num_drafts)[slots]
+        positions = positions * is_real  # padding may lie beyond what the model can embed
+        token_ids = batch.token_ids[slots, positions]
+        step = AttentionStep(
+            kv=self._kv,
+            write_blocks=batch.block_table[slots, positions // self._block_size] * is_real.long(),
+            write_offsets=positions % self._block_size,
+            positions=positions,
+            first_token=inputs.first_token,
+            num_query=inputs.num_query,
+            slots=inputs.slots,
+            block_table=batch.block_table,
+            groups=inputs.groups,
+        )
+        outputs = self._model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            attention_step=step,
+        )
+        hidden: Tensor = outputs.last_hidden_state[0]
+        if inputs.known_row is None or inputs.chunk is None:
+            return hidden, None
+        batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
+        # Of drafts only the accepted ones count; they are judged by their logits.
+        is_bad = is_real & ~(torch.linalg.vector_norm(hidden, torch.inf, dim=-1) < torch.inf)
+        num_bad = inputs.slots.new_zeros(len(inputs.rows) + 1).index_add_(0, inputs.known_row, is_bad.long())
+        return hidden, num_bad[:-1] > 0
