@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from server.kernels import jit, reference
+from server.kernels.penalties import penalise
 from server.request import Request
 from server.worker.batch import BatchState
 from server.worker.slot_info import has_rules
@@ -61,6 +63,9 @@ class LogitsProcessor:
         self._vocab_size = vocab_size
         self._transfer = transfer
         self._rules: dict[int, _SlotRules] = {}
+        self._counts: Tensor | None = None
+        if jit.is_available(transfer.device):
+            self._counts = batch.num_tokens.new_zeros(batch.spare_slot + 1, vocab_size, dtype=torch.int32)
 
     def start(self, slot: int, request: Request) -> None:
         """Take in the rules of a sequence that enters the batch."""
@@ -88,9 +93,8 @@ class LogitsProcessor:
                     self._apply_rules(logits[i], row.slot, rules)
                 except Exception as error:  # this request's own parameters broke it; the others go on
                     failed[i] = f"logits processing failed: {type(error).__name__}: {error}"
-        if sampling.penalised is not None:
-            bound = max(sampling.rows[i].context_bound for i in sampling.penalised.index)
-            self._penalise(logits, sampling.penalised.rows, sampling.slots, bound)
+        if sampling.is_captured or sampling.penalised is not None:
+            self._penalise(logits, sampling)
         return failed
 
     def _bias(self, request: Request) -> Tensor | None:
@@ -130,58 +134,21 @@ class LogitsProcessor:
         num_completed = torch.zeros_like(logits).index_add_(1, words.last_ids, fits.all(-1).to(logits.dtype))
         logits.masked_fill_(num_completed > 0, -torch.inf)
 
-    def _penalise(self, logits: Tensor, rows: Tensor, slots: Tensor, bound: int) -> None:
-        """Repetition, frequency and presence penalties of the given rows, in place."""
+    def _penalise(self, logits: Tensor, sampling: SamplingRows) -> None:
+        """Repetition, frequency and presence penalties, in place."""
         batch = self._batch
-        slots = slots[rows]
-        num_positions = logits.shape[1]
-        token_ids = batch.token_ids[slots, : bound + num_positions].long()
-        place = torch.arange(token_ids.shape[1], device=logits.device)
-        num_tokens = batch.num_tokens[slots][:, None]
-        is_prompt = place < batch.num_prompt[slots][:, None]
-        is_output = ~is_prompt & (place < num_tokens)
-        shape = (rows.shape[0], self._vocab_size)
-        in_prompt = logits.new_zeros(shape).scatter_add_(1, token_ids, is_prompt.float()) > 0
-        counts = logits.new_zeros(shape).scatter_add_(1, token_ids, is_output.float())
-        repetition = batch.repetition_penalty[slots][:, None]
-        frequency = batch.frequency_penalty[slots][:, None]
-        presence = batch.presence_penalty[slots][:, None]
-        one = counts.new_ones(rows.shape[0], 1)
-        for position in range(num_positions):
-            if position > 0:  # the draft before this position is part of its context
-                draft = token_ids.gather(1, num_tokens + position - 1)
-                counts = counts.scatter_add(1, draft, one)
-            row_logits = logits[rows, position]
-            seen = in_prompt | (counts > 0)
-            scaled = torch.where(row_logits > 0, row_logits / repetition, row_logits * repetition)
-            row_logits = torch.where(seen, scaled, row_logits)
-            logits[rows, position] = row_logits - frequency * counts - presence * (counts > 0)
-
-
-def restrict(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Mask what the sampling parameters leave out of [n, q, vocab] logits (temperature applied); in place.
-
-    Args: top_k: [n] int64, below 1 keeps all. top_p, min_p: [n] float32. None where no row needs it.
-    Ties at the k-th place are all kept, as are those at top-p's edge.
-    """
-    if min_p is not None:
-        floor = logits.amax(-1, keepdim=True) + min_p[:, None, None].log()
-        logits.masked_fill_(logits < floor, -torch.inf)
-    if top_k is None and top_p is None:
-        return logits
-    ordered, _ = logits.sort(-1, descending=True)
-    vocab_size = logits.shape[-1]
-    if top_k is not None:
-        k = torch.where(top_k < 1, vocab_size, top_k).clamp(max=vocab_size)
-        kth = ordered.gather(-1, (k - 1)[:, None, None].expand(-1, logits.shape[1], 1))
-        logits.masked_fill_(logits < kth, -torch.inf)
-        ordered.masked_fill_(ordered < kth, -torch.inf)
-    if top_p is not None:
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs  # mass of what is likelier: the first token that reaches top_p stays
-        # Rounding takes the sum to 1 early: a row that keeps all must not lose its tail by a neighbour's top_p.
-        mass = torch.where(top_p < 1, top_p, torch.inf)
-        num_kept = (before < mass[:, None, None]).sum(-1, keepdim=True)
-        edge = ordered.gather(-1, (num_kept - 1).clamp(min=0))  # none where every logit is NaN or minus infinity
-        logits.masked_fill_(logits < edge, -torch.inf)
-    return logits
+        columns = (
+            batch.num_tokens,
+            batch.num_prompt,
+            batch.repetition_penalty,
+            batch.frequency_penalty,
+            batch.presence_penalty,
+        )
+        if self._counts is not None:
+            penalise(logits, batch.token_ids, sampling.slots, *columns, self._counts)
+        elif sampling.penalised is not None:
+            rows = sampling.penalised.rows
+            bound = max(sampling.rows[i].context_bound for i in sampling.penalised.index) + logits.shape[1]
+            part = logits[rows]
+            reference.penalise(part, batch.token_ids[:, :bound], sampling.slots[rows], *columns)
+            logits[rows] = part

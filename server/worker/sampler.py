@@ -5,8 +5,9 @@ from torch import Tensor
 
 from server.kernels import jit
 from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.reference import restrict
+from server.kernels.truncate import truncate
 from server.worker.batch import BatchState
-from server.worker.logits import restrict
 from server.worker.noise import Stream, gumbel
 from server.worker.step_inputs import SamplingRows, Selection
 
@@ -30,39 +31,32 @@ class Sampler:
         Returns: ids, [M, Q] int64, and their scores, [M, Q]: minus infinity where no token is left to choose,
             NaN or infinity where the logits were.
         """
-        if sampling.truncated is not None:
-            self._truncate(logits, sampling, sampling.truncated)
+        batch, slots = self._batch, sampling.slots
         if jit.is_available(logits.device):
-            key, temperature = self._batch.key[sampling.slots], self._batch.temperature[sampling.slots]
-            chosen: tuple[Tensor, Tensor] = gumbel_argmax(logits, key, position, temperature, Stream.TARGET)
+            if sampling.is_captured or sampling.noisy is not None:
+                truncate(logits, slots, batch.temperature, batch.min_p, batch.top_k, batch.top_p)
+            noise = batch.noise[slots]
+            chosen: tuple[Tensor, Tensor] = gumbel_argmax(logits, batch.key[slots], position, noise, Stream.TARGET)
             return chosen
         if sampling.noisy is not None:
-            noisy = self._noisy(sampling.noisy.of(logits), sampling.noisy, sampling.slots, position)
+            noisy = self._noisy(logits, sampling, sampling.noisy, position)
             logits = noisy if sampling.noisy.is_all else logits.index_copy_(0, sampling.noisy.rows, noisy)
         ids = _argmax(logits)
         return ids, logits.gather(-1, ids[..., None])[..., 0]
 
-    def _noisy(self, logits: Tensor, noisy: Selection, slots: Tensor, position: Tensor) -> Tensor:
-        """The scores of the noisy rows, from their logits."""
-        slots = noisy.of(slots)
-        positions = noisy.of(position)[:, None] + torch.arange(logits.shape[1], device=logits.device)
-        keys = self._batch.key[slots][:, None].expand_as(positions)
-        noise = gumbel(keys, positions, Stream.TARGET, logits.shape[2])
-        return noise.add_(logits / self._batch.temperature[slots][:, None, None])
-
-    def _truncate(self, logits: Tensor, sampling: SamplingRows, truncated: Selection) -> None:
-        """Mask what top-k, top-p and min-p leave out at each row's temperature, in place."""
-        batch, slots, part = self._batch, truncated.of(sampling.slots), truncated.of(logits)
-        params = [sampling.infos[i].params for i in truncated.index]
-        kept = restrict(
-            part / batch.temperature[slots][:, None, None],
+    def _noisy(self, logits: Tensor, sampling: SamplingRows, noisy: Selection, position: Tensor) -> Tensor:
+        """The scores of the noisy rows, from everybody's logits."""
+        batch, slots = self._batch, noisy.of(sampling.slots)
+        params = [sampling.infos[i].params for i in noisy.index]
+        scores = restrict(
+            noisy.of(logits) / batch.temperature[slots][:, None, None],
             top_k=batch.top_k[slots] if any(row.top_k > 0 for row in params) else None,
             top_p=batch.top_p[slots] if any(row.top_p < 1 for row in params) else None,
             min_p=batch.min_p[slots] if any(row.min_p > 0 for row in params) else None,
         )
-        part.masked_fill_(kept == -torch.inf, -torch.inf)
-        if not truncated.is_all:
-            logits.index_copy_(0, truncated.rows, part)
+        positions = noisy.of(position)[:, None] + torch.arange(logits.shape[1], device=logits.device)
+        keys = batch.key[slots][:, None].expand_as(positions)
+        return scores.add_(gumbel(keys, positions, Stream.TARGET, logits.shape[2]))
 
 
 def _argmax(scores: Tensor) -> Tensor:

@@ -12,17 +12,14 @@ class SlotInfo:
 
     Attributes:
         is_drafting: whether drafts are proposed for it. is_noisy: whether it is sampled rather than greedy.
-        is_truncated: whether a part of its distribution is left out. is_penalised, is_reporting: whether it has
-            penalties, wants log probabilities.
-        is_plain: whether its logits are sampled as they are, but for the temperature, and nothing is reported of
-            them: what a captured segment does.
+        is_penalised, is_reporting: whether it has penalties, wants log probabilities.
+        is_plain: whether it has no rules and reports nothing: what a captured segment can do.
     """
 
     params: SamplingParams
     num_prompt: int
     is_drafting: bool
     is_noisy: bool
-    is_truncated: bool
     is_penalised: bool
     is_reporting: bool
     is_plain: bool
@@ -31,18 +28,15 @@ class SlotInfo:
     def of(cls, start: SequenceStart) -> "SlotInfo":
         """The facts of a sequence that enters the batch."""
         params = start.request.sampling
-        is_noisy = not params.is_greedy
-        is_truncated = is_noisy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
         is_reporting = params.logprobs is not None
         return cls(
             params=params,
             num_prompt=start.num_prompt,
             is_drafting=start.num_speculative_tokens > 0,
-            is_noisy=is_noisy,
-            is_truncated=is_truncated,
+            is_noisy=not params.is_greedy,
             is_penalised=params.has_penalties,
             is_reporting=is_reporting,
-            is_plain=not (is_truncated or params.has_penalties or is_reporting or has_rules(start.request)),
+            is_plain=not (is_reporting or has_rules(start.request)),
         )
 
 

@@ -46,8 +46,9 @@ class SamplingRows:
         num_new: [M] int64, tokens a row gets besides accepted drafts: 1, or 0 for padding.
         tokens: [M * Q] int64, the flat tokens whose logits are wanted; None where it is all of them, in order.
         num_positions: Q.
-        noisy, truncated, penalised, reporting: who they are, see SlotInfo; None where nobody is.
+        noisy, penalised, reporting: who they are, see SlotInfo; None where nobody is.
         is_drafting: whether anybody gets new drafts.
+        is_captured: whether these stand for whatever rows a captured segment is replayed for.
     """
 
     rows: tuple[PlanRow, ...]
@@ -58,10 +59,10 @@ class SamplingRows:
     tokens: Tensor | None
     num_positions: int
     noisy: Selection | None
-    truncated: Selection | None
     penalised: Selection | None
     reporting: Selection | None
     is_drafting: bool
+    is_captured: bool
 
     def of(self, hidden: Tensor) -> Tensor:
         """Of [T, hidden], what the logits are made of: [M, Q, hidden]."""
@@ -126,8 +127,8 @@ def lay_out_decoding(
     first_tokens = range(0, num_rows * num_query, num_query)
     infos = [slots[row.slot] for row in rows]
     is_plain = all(info.is_plain for info in infos)
-    # What is sampled by itself leaves the padding out.
-    num_sampled = num_rows if bucket is not None and is_plain else len(rows)
+    is_captured = bucket is not None and is_plain
+    num_sampled = num_rows if is_captured else len(rows)  # what is sampled by itself leaves the padding out
     bound = max([row.context_bound for row in rows]) if bucket is None else buckets.max_context
     return StepInputs(
         rows=tuple(rows),
@@ -151,6 +152,7 @@ def lay_out_decoding(
             tokens=None,
             num_positions=num_query,
             flight=flight,
+            is_captured=is_captured,
         ),
     )
 
@@ -240,6 +242,7 @@ def _sampling_rows(
     tokens: Tensor | None,
     num_positions: int,
     flight: Flight,
+    is_captured: bool = False,
 ) -> SamplingRows:
     def select(flags: Sequence[bool]) -> Selection | None:
         chosen = tuple([i for i, flag in enumerate(flags) if flag])
@@ -253,9 +256,9 @@ def _sampling_rows(
         num_new=num_new,
         tokens=tokens,
         num_positions=num_positions,
-        noisy=select([info.is_noisy for info in infos]),
-        truncated=select([info.is_truncated for info in infos]),
-        penalised=select([info.is_penalised for info in infos]),
-        reporting=select([info.is_reporting for info in infos]),
-        is_drafting=any(info.is_drafting for info in infos),
+        noisy=None if is_captured else select([info.is_noisy for info in infos]),
+        penalised=None if is_captured else select([info.is_penalised for info in infos]),
+        reporting=None if is_captured else select([info.is_reporting for info in infos]),
+        is_drafting=is_captured or any(info.is_drafting for info in infos),
+        is_captured=is_captured,
     )

@@ -162,10 +162,10 @@ def test_rows_are_selected_by_what_is_done_to_them(device_name: str) -> None:
     assert sampling is not None
     selections = {
         name: selection and selection.index
-        for name in ("noisy", "truncated", "penalised", "reporting")
+        for name in ("noisy", "penalised", "reporting")
         for selection in [getattr(sampling, name)]
     }
-    assert selections == {"noisy": (1, 2), "truncated": (2,), "penalised": (3,), "reporting": (2,)}
+    assert selections == {"noisy": (1, 2), "penalised": (3,), "reporting": (2,)}
     assert sampling.is_drafting
     assert sampling.noisy is not None
     assert sampling.noisy.of(torch.arange(4, device=device_name)).tolist() == [1, 2]
@@ -176,15 +176,14 @@ def test_rows_are_selected_by_what_is_done_to_them(device_name: str) -> None:
     [
         ({"temperature": 0, "top_k": 4}, True),
         ({"seed": 1}, True),
-        ({"top_p": 0.9}, False),
+        ({"top_p": 0.9, "repetition_penalty": 1.2}, True),
         ({"logit_bias": {1: 2.0}}, False),
         ({"allowed_token_ids": [3]}, False),
         ({"min_tokens": 2}, False),
         ({"logprobs": 0}, False),
-        ({"presence_penalty": 0.5}, False),
     ],
     ids=str,
 )
-def test_plain_is_who_wants_nothing_but_a_temperature(params: dict[str, Any], is_plain: bool) -> None:
+def test_plain_is_who_has_no_rules_and_reports_nothing(params: dict[str, Any], is_plain: bool) -> None:
     info = SlotInfo.of(start(0, [1, 2], sampling=SamplingParams(**params), stop_token_ids=[2]))
     assert info.is_plain == is_plain

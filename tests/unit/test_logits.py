@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import InvalidRequest
+from server.kernels.reference import restrict
 from server.plan import SequenceStart
 from server.request import SamplingParams
-from server.worker.logits import LogitsProcessor, restrict
+from server.worker.logits import LogitsProcessor
 from server.worker.transfer import Transfer
 from tests.fakes.worker_state import batch_of, decode_row, inputs_of, put_drafts, start
 

@@ -99,6 +99,8 @@ def through_sampler(device: str, num_drafts: int) -> Verify:
     """The sampler itself, on logits; it takes drafts as one-hot."""
     batch = BatchState(NUM_DRAWS, 16, 16, num_drafts, torch.device(device))
     batch.temperature.fill_(1)
+    batch.noise.fill_(1)
+    batch.top_p.fill_(1)
     rows = torch.arange(NUM_DRAWS, device=device)
     sampling_rows = SamplingRows(
         rows=(),
@@ -109,10 +111,10 @@ def through_sampler(device: str, num_drafts: int) -> Verify:
         tokens=None,
         num_positions=1 + num_drafts,
         noisy=Selection((), rows, is_all=True),
-        truncated=None,
         penalised=None,
         reporting=None,
         is_drafting=False,
+        is_captured=True,
     )
     sampler = Sampler(batch)
 
