@@ -18,6 +18,7 @@ from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kv.block_pool import BlockPool
 from server.model.device import choose_device, choose_dtype
+from server.model.footprint import Footprint
 from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
@@ -45,6 +46,7 @@ class Core:
     preprocessor: Preprocessor
     scheduler: Scheduler
     bus: EventBus
+    footprint: Footprint
 
 
 def build_core(config: Config) -> Core:
@@ -60,10 +62,11 @@ def build_core(config: Config) -> Core:
         logger.info("%d threads", torch.get_num_threads())
     _check_budget(config)
     loaded = load_model(config.model, device, dtype)
+    geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
+    footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)
     is_packed = can_pack(device, dtype) and not config.model.enforce_eager
     if is_packed:
         pack_linears(loaded.model.base_model)
-    geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
     proposer = None if config.speculative is None else build_proposer(config.speculative)
     num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
     num_slots = config.scheduler.max_num_seqs
@@ -102,7 +105,7 @@ def build_core(config: Config) -> Core:
         warm_up=partial(warm_up, runner, loaded.model, head, kv),
         clock=time.monotonic,
     )
-    return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus)
+    return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
 
 
 def serve(config: Config) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -40,13 +40,13 @@ class ResolvedConfig:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every setting, in a group per section, and --config.
+def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = FLAT_SECTIONS.keys()) -> None:
+    """Add a flag for every setting of the sections, in a group each, and --config.
 
     A flag that is not given leaves no attribute behind, so that it differs from every value.
     """
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of settings by name")
-    for section in FLAT_SECTIONS.values():
+    for section in (FLAT_SECTIONS[key] for key in sections):
         group = parser.add_argument_group(str(section.__doc__).rstrip("."))
         for name, field in section.model_fields.items():
             default = "none" if field.default is None else field.default

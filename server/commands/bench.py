@@ -3,10 +3,11 @@
 import argparse
 from types import ModuleType
 
-from server.commands import bench_serve
+from server.commands import bench_engine, bench_serve
 from server.errors import ConfigError
 
 _BENCHES: dict[str, tuple[ModuleType, str]] = {
+    "engine": (bench_engine, "measure the engine's steps in this process, against what the memory allows"),
     "serve": (bench_serve, "put load on a running server and measure it from the outside"),
 }
 """What can be measured: the module with its `configure(parser)` and `run(args)`, and its help."""

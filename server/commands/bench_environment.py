@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -17,8 +18,12 @@ from server.version import VERSION
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def describe_environment(model: pb.GetModelInfoResponse) -> dict[str, object]:
-    """Both ends of the run as JSON values; the commit is the client's, None outside git."""
+def describe_run(libraries: Iterable[str]) -> dict[str, object]:
+    """Command, time, commit and versions as JSON values; the commit is None outside git.
+
+    Args:
+        libraries: distributions whose versions matter; null is the version of one that is not installed.
+    """
     return {
         "command": shlex.join(sys.argv),
         "time": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -26,12 +31,31 @@ def describe_environment(model: pb.GetModelInfoResponse) -> dict[str, object]:
         "versions": {
             "outrider": VERSION,
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("grpcio", "protobuf")},
+            **{name: _version(name) for name in libraries},
         },
-        "client_host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+    }
+
+
+def describe_host() -> dict[str, object]:
+    """The machine that this process is on."""
+    return {"platform": platform.platform(), "cpus": os.cpu_count()}
+
+
+def describe_environment(model: pb.GetModelInfoResponse) -> dict[str, object]:
+    """Both ends of a run over gRPC as JSON values; the commit is the client's."""
+    return {
+        **describe_run(("grpcio", "protobuf")),
+        "client_host": describe_host(),
         "server": MessageToDict(model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True),
         "device": model.device,
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

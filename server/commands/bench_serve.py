@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +15,12 @@ from clients.retry import RetryPolicy
 from clients.workload import Prompt, WorkloadError, random_prompts, read_prompts
 from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_environment import describe_environment
+from server.commands.bench_output import add_output, check_output, write_report
 from server.commands.bench_text import render
 from server.commands.call_errors import one_line_errors
-from server.commands.flag_types import integer, number, seconds, target
+from server.commands.flag_types import at_least, integer, number, seconds, target
 from server.commands.generation_flags import DEFAULT_TARGET
-from server.errors import ConfigError, OutriderError
+from server.errors import ConfigError
 
 _EXIT_NOTHING_COMPLETED = 1
 _CONNECT_TIMEOUT_S = 30.0
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as JSON")
+    add_output(parser)
 
     prompts = parser.add_argument_group("prompts")
     prompts.add_argument(
@@ -40,18 +40,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one prompt per line, or .jsonl with prompt or prompt_token_ids, and max_tokens; random ids if not given",
     )
-    prompts.add_argument("--num-prompts", type=_at_least(1), default=100, metavar="N", help="measured requests")
-    prompts.add_argument("--num-warmups", type=_at_least(0), default=1, metavar="N", help="requests sent before them")
-    prompts.add_argument("--random-input-len", type=_at_least(1), default=128, metavar="TOKENS", help="random ids each")
+    prompts.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help="measured requests")
+    prompts.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help="requests sent before them")
+    prompts.add_argument("--random-input-len", type=at_least(1), default=128, metavar="TOKENS", help="random ids each")
     prompts.add_argument(
         "--random-output-len",
-        type=_at_least(1),
+        type=at_least(1),
         default=128,
         metavar="TOKENS",
         help="tokens to generate, also for a dataset's lines without max_tokens",
     )
     prompts.add_argument(
-        "--prefix-len", type=_at_least(0), default=0, metavar="TOKENS", help="ids that all random prompts share, before"
+        "--prefix-len", type=at_least(0), default=0, metavar="TOKENS", help="ids that all random prompts share, before"
     )
     prompts.add_argument("--temperature", type=number, default=0.0, help="0 is greedy")
     prompts.add_argument("--ignore-eos", action="store_true", help="always generate as many tokens as asked for")
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--max-concurrency",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="N",
         help="most calls at a time; closed loop, unless a rate is given: then the wait for a turn counts as latency",
     )
@@ -82,8 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises: ConfigError for prompts the model cannot take; OutriderError if the server cannot be reached.
     """
-    if args.output is not None and not args.output.parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {args.output.parent}")  # better now than after the run
+    check_output(args.output)
     try:
         with one_line_errors(args.target):
             result, model = asyncio.run(_measure(args))
@@ -94,11 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(unreadable.exceptions[0])) from group
     report = {**describe_environment(model), "load": _load_report(args), **result.report()}
     print(render(result), flush=True)
-    if args.output is not None:
-        try:
-            args.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OutriderError(f"cannot write the report to {args.output}: {error.strerror}") from error
+    write_report(report, args.output)
     return 0 if result.measurements.num_completed else _EXIT_NOTHING_COMPLETED
 
 
@@ -166,15 +161,6 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda: progress.advance(task)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
 
 
 def _positive(text: str) -> float:

@@ -24,6 +24,17 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
 def seconds(text: str) -> float:
     """A finite time above 0."""
     try:

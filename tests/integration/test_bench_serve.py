@@ -101,4 +101,4 @@ async def test_no_server_is_one_line_and_code_1(capsys: pytest.CaptureFixture[st
 
 def test_what_to_measure_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2
-    assert "say what to measure: serve" in capsys.readouterr().err
+    assert "say what to measure: engine, serve" in capsys.readouterr().err

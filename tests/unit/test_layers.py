@@ -39,7 +39,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "protos": (),
     "server.__main__": ("server.cli",),
     "server.cli": ("server.commands",),
-    "server.commands": ("clients", "protos", "server.compose", "server.model.resolve"),
+    "server.commands": ("clients", "protos", "server.compose", "server.model.resolve", "server.preprocess"),
     "server.compose": EVERYTHING,
     "server.engine": ("server.scheduler",),
     "server.kernels": (),

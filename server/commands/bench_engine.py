@@ -1,0 +1,189 @@
+"""`outrider bench engine`: how fast steps are, in this process and without a front."""
+
+import argparse
+import asyncio
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from clients.workload import random_prompts
+from server.commands.bench_environment import describe_host, describe_run
+from server.commands.bench_output import add_output, check_output, write_report
+from server.commands.bench_shapes import SHAPES, write_shape
+from server.commands.flag_types import at_least, integer, list_of
+from server.config_sources import ResolvedConfig, add_arguments, resolve
+from server.errors import ConfigError
+from server.request import ModelInfo
+
+_LIBRARIES = ("torch", "triton", "transformers")
+_SECTIONS = ("model", "cache", "scheduler")
+_COLUMNS = (
+    f"{'batch':>5} {'step ms':>9} {'min':>9} {'max':>9} {'tok/s':>9} {'floor ms':>9} {'x floor':>8} {'TTFT ms':>9} "
+    f"{'prefill tok/s':>13} {'tok/step':>8}"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what is run and how often, and the settings of model and engine."""
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        metavar="{" + ",".join(SHAPES) + "}",
+        help="a public architecture with random weights, in place of MODEL",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        type=list_of(_batch_size, "SIZE"),
+        default=[1, 4, 8, 16],
+        metavar="SIZE[,SIZE...]",
+        help="sequences that run together, a line of the table each (default: 1,4,8,16)",
+    )
+    parser.add_argument("--input-len", type=at_least(1), default=64, metavar="TOKENS", help="of each prompt")
+    parser.add_argument("--output-len", type=at_least(1), default=128, metavar="TOKENS", help="generated for each")
+    parser.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measured rounds of each size")
+    parser.add_argument("--seed", type=integer, default=0, help="of the prompts' token ids")
+    add_output(parser)
+    add_arguments(parser, _SECTIONS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build the engine, measure each batch size, print the table, write the JSON.
+
+    Raises: ConfigError for settings that do not go together; whatever loading the model raises.
+    """
+    check_output(args.output)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    with _resolved(args) as resolved:
+        report = asyncio.run(_measure(resolved, args))
+    write_report(report, args.output)
+    return 0
+
+
+@contextmanager
+def _resolved(args: argparse.Namespace) -> Iterator[ResolvedConfig]:
+    """The settings; the folder of a shape lives as long as they are used."""
+    settings = vars(args)
+    if args.shape is None:
+        yield resolve(settings, os.environ)
+        return
+    if taken := [name for name in ("model", "load_format") if name in settings]:
+        raise ConfigError(f"{taken[0]}: --shape brings its own; give one of the two")
+    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
+        model = str(write_shape(args.shape, Path(folder)))
+        yield resolve({"served_model_name": args.shape, **settings, "model": model, "load_format": "dummy"}, os.environ)
+
+
+async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[str, object]:
+    # These import torch, which a wrong argument can do without.
+    import torch
+
+    from server.commands.bench_device import copy_bandwidth, device_name
+    from server.commands.bench_engine_rounds import Bench, Row
+    from server.compose import build_core
+
+    core = build_core(resolved.config)
+    info = core.engine.model_info
+    _check_sizes(args, info, resolved.config.scheduler.max_num_seqs)
+    bandwidth = copy_bandwidth(info.device)
+    report: dict[str, Any] = {
+        **describe_run(_LIBRARIES),
+        "host": describe_host(),
+        "device": {
+            "name": device_name(info.device),
+            "threads": torch.get_num_threads(),
+            "copy_bytes_per_s": bandwidth,
+        },
+        "load": {name: getattr(args, name) for name in ("batch_sizes", "input_len", "output_len", "repeat", "seed")},
+        "settings": resolved.config.flat(),
+        "model": {
+            "name": info.served_model_name,
+            "architecture": info.architecture,
+            "dtype": info.dtype,
+            "device": info.device,
+            "weight_bytes_per_step": core.footprint.weight_nbytes,
+            "kv_bytes_per_token": core.footprint.kv_token_nbytes,
+        },
+        "rows": [],
+    }
+    prompts = random_prompts(
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=0,
+        vocab_size=info.vocab_size,
+        seed=args.seed,
+    )
+    await core.engine.start()
+    try:
+        print("\n".join(_heading(report)), flush=True)
+        bench = Bench(core, prompts)
+        for batch in args.batch_sizes:
+            await bench.measure(batch)  # what is made at first use is not measured
+            rounds = [await bench.measure(batch) for _ in range(args.repeat)]
+            nbytes = core.footprint.step_nbytes(batch, args.input_len + args.output_len / 2)
+            row = Row(batch, args.input_len, rounds, nbytes / bandwidth).report()
+            report["rows"].append(row)
+            print(_line(row), flush=True)
+    finally:
+        await core.engine.stop()
+    return report
+
+
+def _check_sizes(args: argparse.Namespace, info: ModelInfo, max_num_seqs: int) -> None:
+    """Refuse what would be cut short, wait or be preempted: the table would not show it."""
+    batch, num_tokens = max(args.batch_sizes), args.input_len + args.output_len
+    if batch > max_num_seqs:
+        raise ConfigError(f"--batch-sizes: {batch} sequences do not run together; raise --max-num-seqs")
+    if num_tokens > info.max_model_len:
+        raise ConfigError(
+            f"--input-len + --output-len is {num_tokens} tokens, and {info.served_model_name} takes "
+            f"{info.max_model_len}"
+        )
+    num_blocks = batch * -(-num_tokens // info.block_size)
+    if num_blocks > info.num_kv_blocks:
+        raise ConfigError(
+            f"--batch-sizes: {batch} sequences of {num_tokens} tokens need {num_blocks} KV blocks, and there are "
+            f"{info.num_kv_blocks}; raise --kv-cache-memory-bytes"
+        )
+
+
+def _heading(report: Mapping[str, Any]) -> Iterator[str]:
+    model, device, load = report["model"], report["device"], report["load"]
+    threads = f", {device['threads']} threads" if model["device"] == "cpu" else ""
+    yield f"{model['name']}, {model['architecture']}, {model['dtype']} on {device['name']}{threads}"
+    yield (
+        f"{load['input_len']} + {load['output_len']} tokens, median of {load['repeat']}; copies run at "
+        f"{device['copy_bytes_per_s'] / 1e9:,.1f} GB/s, a step reads {model['weight_bytes_per_step'] / 1e6:,.1f} MB of "
+        f"weights and {model['kv_bytes_per_token'] / 1e3:,.1f} kB of KV per token"
+    )
+    yield _COLUMNS
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    step, ttft = row["step_ms"], row["ttft_ms"]
+    cells: Sequence[tuple[float | None, str]] = (
+        (step and step["median"], "9.3f"),
+        (step and step["min"], "9.3f"),
+        (step and step["max"], "9.3f"),
+        (row["tokens_per_s"], "9,.1f"),
+        (row["floor_ms"], "9.3f"),
+        (row["step_per_floor"], "8.2f"),
+        (ttft["median"], "9.2f"),
+        (row["prefill_tokens_per_s"], "13,.0f"),
+        (row["tokens_per_step"], "8.2f"),
+    )
+    return " ".join((f"{row['batch']:>5}", *(_cell(value, form) for value, form in cells)))
+
+
+def _cell(value: float | None, form: str) -> str:
+    width = form.partition(".")[0].rstrip(",")
+    return f"{'-':>{width}}" if value is None else format(value, form)
+
+
+def _batch_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(text)
+    return int(text)
