@@ -12,12 +12,17 @@ from server.engine.protocol import Finished
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """One step has settled; `duration_s` runs from launch to settle."""
+    """One step has settled; `duration_s` runs from launch to settle.
+
+    `lock_wait_s` is what the step thread lost to the interpreter lock since the step before, waits for
+    requests left out: an upper bound, see server/engine/lock_wait.py.
+    """
 
     duration_s: float
     num_rows: int
     num_query_tokens: int
     num_generated_tokens: int
+    lock_wait_s: float
 
 
 @dataclass(frozen=True, slots=True)

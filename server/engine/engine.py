@@ -14,6 +14,7 @@ from typing import Any
 
 from server.engine.detokenize import Decoder
 from server.engine.live_request import LiveRequest
+from server.engine.lock_wait import blocked_clock
 from server.engine.protocol import EngineStatistics, RequestStream
 from server.errors import (
     DeadlineExceeded,
@@ -57,10 +58,12 @@ class NativeEngine:
         max_num_seqs: int,
         warm_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        make_blocked_clock: Callable[[], Callable[[], float]] = blocked_clock,
     ) -> None:
         """Args:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
+        make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -72,6 +75,7 @@ class NativeEngine:
         self._max_num_seqs = max_num_seqs
         self._warm_up = warm_up
         self._clock = clock
+        self._make_blocked_clock = make_blocked_clock
         self._live: dict[str, LiveRequest] = {}
         self._queued: set[str] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -213,6 +217,7 @@ class NativeEngine:
     # -- the step thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        self._blocked_clock = self._make_blocked_clock()
         try:
             self._warm_up()
         except Exception as error:
@@ -235,6 +240,8 @@ class NativeEngine:
         is_idle = not self._scheduler.has_requests and not self._in_flight
         try:
             message = self._inbox.get(block=is_idle)
+            if is_idle:
+                self._blocked_s = self._blocked_clock()  # waiting for work is no loss
             while message is not None:
                 message()
                 message = self._inbox.get_nowait()
@@ -279,12 +286,15 @@ class NativeEngine:
             message = f"the step failed: {type(error).__name__}"
             result = StepResult(tuple(RowResult(row.seq_id, row.epoch, error=message) for row in plan.rows))
         self._scheduler.update(result)
+        blocked_before_s, self._blocked_s = self._blocked_s, self._blocked_clock()
         self._bus.publish(
             StepFinished(
                 duration_s=self._clock() - launched_s,
                 num_rows=len(plan.rows),
                 num_query_tokens=sum(row.num_query for row in plan.rows),
                 num_generated_tokens=sum(len(row.token_ids) for row in result.rows),
+                # Clocks of different grain may differ by a little when nothing was waited for.
+                lock_wait_s=max(0.0, self._blocked_s - blocked_before_s),
             )
         )
 

@@ -15,6 +15,8 @@ _TPOT_BOUNDS = (
     *(0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
+# Up to 5 ms it is other threads' turns of the lock, beyond that a thread that holds it longer or has no core.
+_LOCK_WAIT_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _DURATION_BOUNDS = tuple(0.01 * 2**i for i in range(14))
 _QUEUE_BOUNDS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -56,11 +58,17 @@ class EventMetrics:
             "outrider_queue_time", "From arrival to being scheduled for the first time.", _QUEUE_BOUNDS
         )
         self._step_duration = histogram("outrider_step_duration", "From launch to settle of one step.", _TPOT_BOUNDS)
+        self._step_lock_wait = histogram(
+            "outrider_step_lock_wait",
+            "Time the step thread lost to the interpreter lock, per step; an upper bound.",
+            _LOCK_WAIT_BOUNDS,
+        )
 
     def __call__(self, event: Event) -> None:
         """Record whatever the event reports."""
         if isinstance(event, StepFinished):
             self._step_duration.record(event.duration_s)
+            self._step_lock_wait.record(event.lock_wait_s)
         elif isinstance(event, TokensStreamed):
             self._record_gap(event)
         else:

@@ -127,6 +127,7 @@ def make_harness(
     max_queued_requests: int = 100,
     decoder: Decoder = LETTERS,
     warm_up: Callable[[], None] = lambda: None,
+    blocked_clock: Callable[[], float] = lambda: 0.0,
     block_size: int = 4,
     num_blocks: int = 8192,
     max_drafts: int = 0,
@@ -149,6 +150,7 @@ def make_harness(
         max_num_seqs=core.max_num_seqs,
         warm_up=warm_up,
         clock=core.clock,
+        make_blocked_clock=lambda: blocked_clock,
     )
     return Harness(engine, executor, core.clock, events)
 

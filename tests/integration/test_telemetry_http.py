@@ -109,7 +109,7 @@ def test_a_burst_is_spread_over_its_gap_and_labelled() -> None:
 def test_latencies_follow_the_semantic_conventions() -> None:
     bus = EventBus()
     with running(bus) as telemetry:
-        bus.publish(StepFinished(0.004, 1, 1, 1))
+        bus.publish(StepFinished(0.004, 1, 1, 1, 0.0007))
         bus.publish(call_finished(choices=(finished(0, queue_s=0.1), finished(1, queue_s=0.2))))
         bus.publish(call_finished(status="CANCELLED", choices=(finished(queue_s=0.3),)))
         bus.publish(call_finished(method="GetStats", duration_s=0.5))
@@ -130,6 +130,7 @@ def test_latencies_follow_the_semantic_conventions() -> None:
     assert samples["outrider_queue_time_seconds_count", ()] == 2
     assert samples["outrider_queue_time_seconds_sum", ()] == pytest.approx(0.4)
     assert samples["outrider_step_duration_seconds_count", ()] == 1
+    assert samples["outrider_step_lock_wait_seconds_sum", ()] == 0.0007
     stats = (
         ("rpc_method", "outrider.v1.Inference/GetStats"),
         ("rpc_response_status_code", "OK"),
@@ -160,7 +161,7 @@ def test_a_silent_client_does_not_hold_up_the_others() -> None:
 def test_two_servers_live_in_one_process() -> None:
     first_bus, second_bus = EventBus(), EventBus()
     with running(first_bus) as first, running(second_bus) as second:
-        first_bus.publish(StepFinished(0.004, 1, 1, 1))
+        first_bus.publish(StepFinished(0.004, 1, 1, 1, 0.0007))
         assert scrape(first)["outrider_step_duration_seconds_count", ()] == 1
         assert ("outrider_step_duration_seconds_count", ()) not in scrape(second)
 
