@@ -13,6 +13,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.invariant_linear import invariant_linear
+from server.kernels.invariant_mean import invariant_mean
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
@@ -50,6 +52,10 @@ def launch_all() -> None:
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, 2, 4, 5, False)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
     penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))
+    weight = torch.zeros(64, 1024, dtype=torch.bfloat16)
+    for num_tokens in (2, 300):
+        invariant_linear(weight[:1].expand(num_tokens, -1), weight, weight[0, :64])
+    invariant_mean(key)
     truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)
 
 

@@ -1,5 +1,6 @@
 """The kernels on a GPU: real shapes against their twins in higher precision, captured, compiled, without waiting."""
 
+import itertools
 import os
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,11 +18,16 @@ from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
 from server.kernels import reference
 from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.invariant_linear import invariant_linear
+from server.kernels.invariant_mean import invariant_mean
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
+from server.kernels.penalties import penalise
+from server.kernels.truncate import truncate
 from server.worker.noise import Stream, gumbel
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
+from tests.fakes.truncation import check_truncated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
@@ -265,6 +271,70 @@ def test_rows_of_nan_end_and_stay_inside_the_vocabulary() -> None:
     assert found.tolist() == [[0, 0]] * 4
 
 
+def penalty_rows(num_rows: int, num_positions: int) -> tuple[Tensor, ...]:
+    """Contexts up to 8,192 tokens, a quarter of the rows without penalties: the kernel's arguments but the first."""
+    generator = torch.Generator(DEVICE).manual_seed(num_rows)
+
+    def random(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(num_rows + 2, generator=generator, device=DEVICE)
+
+    token_ids = (random(0, 1)[:, None] ** 3 * torch.rand(1, 8300, device=DEVICE) * 49_000).int()
+    num_tokens = random(1, 8192).long()
+    slots = torch.randperm(num_rows + 2, generator=generator, device=DEVICE)[:num_rows]
+    penalties = random(0.5, 2), random(-1, 1), random(-1, 1)
+    for column, neutral in zip(penalties, (1, 0, 0), strict=True):
+        column[::4] = neutral
+    return token_ids, slots, num_tokens, (num_tokens * random(0, 1)).long().clamp(min=1), *penalties
+
+
+@pytest.mark.parametrize("vocab_size", [49_152, 128_256])
+@pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 1), (64, 6)])
+def test_penalties_equal_the_twin(num_rows: int, num_positions: int, vocab_size: int) -> None:
+    rows = penalty_rows(num_rows, num_positions)
+    logits = torch.randn(num_rows, num_positions, vocab_size, device=DEVICE)
+    expected, counts = logits.clone(), torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=DEVICE)
+    reference.penalise(expected, *rows)
+    for _ in range(2):
+        found = logits.clone()
+        penalise(found, *rows, counts)
+        assert torch.equal(found, expected)
+        assert not counts.any()
+
+
+def truncation_rows(num_rows: int) -> tuple[Tensor, ...]:
+    """Every combination of parameters, in turn: the kernel's arguments but the first."""
+    combinations = itertools.product((0.7, 1.0), (0.0, 0.05), (0, 1, 40, 3000), (1.0, 0.9, 0.95))
+    columns = zip(*itertools.islice(itertools.cycle(combinations), num_rows), strict=True)
+    dtypes = (torch.float32, torch.float32, torch.int64, torch.float32)
+    slots = torch.arange(num_rows, device=DEVICE)
+    return slots, *(torch.tensor(x, dtype=t, device=DEVICE) for x, t in zip(columns, dtypes, strict=True))
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 8.0])
+@pytest.mark.parametrize("vocab_size", [49_152, 128_256])
+@pytest.mark.parametrize(("num_rows", "num_positions"), [(1, 1), (64, 6)])
+def test_truncation_keeps_what_the_twin_keeps(num_rows: int, num_positions: int, vocab_size: int, scale: float) -> None:
+    generator = torch.Generator(DEVICE).manual_seed(num_rows)
+    logits = scale * torch.randn(num_rows, num_positions, vocab_size, generator=generator, device=DEVICE)
+    logits = logits.bfloat16().float()  # ties
+    rows = truncation_rows(num_rows)
+    found, again = logits.clone(), logits.clone()
+    truncate(found, *rows)
+    check_truncated(found, logits, *rows)
+    truncate(again, *rows)
+    assert torch.equal(again, found), "a race"
+
+
+def test_broken_rows_do_not_hang_and_can_be_told() -> None:
+    rows = truncation_rows(48)
+    logits = torch.full((48, 1, 128_256), torch.nan, device=DEVICE)
+    truncate(logits, *rows)
+    assert logits.isnan().all()
+    logits = torch.full((48, 1, 128_256), -torch.inf, device=DEVICE)
+    truncate(logits, *rows)
+    assert (logits == -torch.inf).all()
+
+
 @pytest.mark.parametrize("takes_last", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_lookup_equals_the_proposer(num_rows: int, takes_last: bool) -> None:
@@ -305,12 +375,20 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
     places = torch.arange(24, device=DEVICE)
     out = torch.empty_like(inputs.query)
     chosen, drafted = torch.empty(4, 6, dtype=torch.int64, device=DEVICE), torch.empty(4, 5, device=DEVICE).int()
+    processed, counts = torch.empty_like(logits), torch.zeros(4, 50_000, dtype=torch.int32, device=DEVICE)
+    penalties, truncation = penalty_rows(4, 6), truncation_rows(16)
+    truncation = (truncation[0][12:], *truncation[1:])
+    weight = torch.randn(1024, 128, device=DEVICE, dtype=torch.bfloat16)
+    products = torch.empty(24, 8, 1024, device=DEVICE, dtype=torch.bfloat16)
 
     def step() -> None:
         write_kv(layer, key, key, places % 8, places)
         attend(inputs, out)
         chosen.copy_(gumbel_argmax(logits, *rows, Stream.TARGET)[0])
         drafted.copy_(lookup(texts, takes_last=False)[0])
+        penalise(processed.copy_(logits), *penalties, counts)
+        truncate(processed, *truncation)
+        products.copy_(invariant_linear(key, weight) * invariant_mean(key))
 
     step()
     torch.cuda.synchronize()
@@ -319,7 +397,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    results = [layer, out, chosen, drafted]
+    results = [layer, out, chosen, drafted, processed, products]
     eager = [x.clone() for x in results]
     graph = replayed(step)
     for x in results:

@@ -1,6 +1,6 @@
 """How long the kernels take on this GPU, against the least they could.
 
-`python -m tests.gpu.time_kernels [--sweep decode|prompt]`, from the repository root.
+`python -m tests.gpu.time_kernels [--only TABLE ...] [--sweep decode|prompt]`, from the repository root.
 
 A time is the median over replays of a graph that holds one call for each of several input sets, divided by
 their number: what a call costs inside a captured step, with inputs that come from memory and not from a cache.
@@ -22,11 +22,14 @@ from triton.runtime.errors import OutOfResources
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
+from server.kernels import reference
 from server.kernels.attention_tiling import Tiling
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
+from server.kernels.penalties import penalise
+from server.kernels.truncate import truncate
 from server.worker.noise import Stream, gumbel
 
 BYTES_PER_US = 4.26e6
@@ -224,6 +227,75 @@ def time_lookup() -> None:
         report(f"n-gram lookup {num_rows} x {length}", time_us([call] * 4), 4 * num_rows * length, torch=twin_us)
 
 
+def in_place_us(function: Callable[[Tensor], object], logits: Tensor) -> float:
+    """Time of a function on a fresh copy of each of several [M, Q, vocab], less that of the copy."""
+    work = torch.empty_like(logits[0])
+    copying = time_us([lambda x=x: work.copy_(x) for x in logits])  # type: ignore[misc]
+    return time_us([lambda x=x: function(work.copy_(x)) for x in logits]) - copying  # type: ignore[misc]
+
+
+def peaked_logits(num_rows: int, num_positions: int, vocab_size: int) -> Tensor:
+    """As a model's: 0.95 of the mass in some 40 tokens; several sets."""
+    num_sets = max(2, min(8, CACHE_NBYTES // (4 * num_rows * num_positions * vocab_size)))
+    logits = 2 * torch.randn(num_sets, num_rows, num_positions, vocab_size, device=DEVICE)
+    logits[..., torch.randperm(vocab_size, device=DEVICE)[:100]] += torch.linspace(14, 4, 100, device=DEVICE)
+    return logits
+
+
+def time_penalties() -> None:
+    """Rows of 8,192 tokens, half of them the prompt; neutral: none has penalties."""
+    vocab_size, length = 128_256, 8192
+    for num_rows, num_positions in ((1, 1), (64, 1), (64, 6)):
+        logits = peaked_logits(num_rows, num_positions, vocab_size)
+        token_ids = (torch.rand(num_rows, length + 8, device=DEVICE) ** 3 * 49_000).int()
+        slots = torch.arange(num_rows, device=DEVICE)
+        num_tokens, num_prompt = torch.full_like(slots, length), torch.full_like(slots, length // 2)
+        counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=DEVICE)
+        one, some = torch.ones(num_rows, device=DEVICE), torch.full((num_rows,), 0.3, device=DEVICE)
+        rows = (token_ids, slots, num_tokens, num_prompt, one + some, some, some)
+        neutral = (*rows[:4], one, 0 * one, 0 * one)
+        num_distinct = int(token_ids[0].unique().numel())
+        report(
+            f"penalties {num_rows} x {num_positions} x {length}",
+            in_place_us(lambda x, rows=rows, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[misc]
+            8 * num_rows * (length + num_positions * num_distinct),
+            neutral=in_place_us(lambda x, rows=neutral, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[misc]
+            torch=in_place_us(lambda x, rows=rows: reference.penalise(x, *rows), logits),  # type: ignore[misc]
+        )
+
+
+def time_truncation() -> None:
+    """Peaked rows, and flat ones where top-p keeps a large part of the vocabulary; read once and written once."""
+    for vocab_size, (num_rows, num_positions) in itertools.product(
+        (49_152, 128_256), ((1, 1), (8, 1), (64, 1), (64, 6))
+    ):
+        logits = peaked_logits(num_rows, num_positions, vocab_size)
+        slots = torch.arange(num_rows, device=DEVICE)
+
+        def of(temperature: float, min_p: float, top_k: int, top_p: float, slots: Tensor = slots) -> tuple[Tensor, ...]:
+            column = torch.ones(slots.shape[0], device=DEVICE)
+            return slots, temperature * column, min_p * column, torch.full_like(slots, top_k), top_p * column
+
+        def time(rows: tuple[Tensor, ...], logits: Tensor = logits) -> float:
+            return in_place_us(lambda x: truncate(x, *rows), logits)
+
+        def twin(x: Tensor, rows: tuple[Tensor, ...] = of(0.7, 0.0, 50, 0.95)) -> Tensor:
+            return reference.restrict(x.div_(rows[1][:, None, None]), rows[3], rows[4], None)
+
+        report(
+            f"truncation {num_rows} x {num_positions} x {vocab_size}",
+            time(of(0.7, 0.0, 50, 0.95)),
+            2 * logits[0].nbytes,
+            neutral=time(of(1.0, 0.0, 0, 1.0)),
+            temperature=time(of(0.7, 0.0, 0, 1.0)),
+            min_p=time(of(0.7, 0.05, 0, 1.0)),
+            top_k=time(of(0.7, 0.0, 50, 1.0)),
+            top_p=time(of(0.7, 0.0, 0, 0.95)),
+            flat=time(of(1.0, 0.0, 0, 0.95), logits / 8),
+            torch=in_place_us(twin, logits),
+        )
+
+
 def forced(name: str, choice: object) -> AbstractContextManager[object]:
     """Attention with a given tiling or number of splits."""
     return patch.object(attention_module, name, lambda *_: choice)
@@ -262,19 +334,29 @@ def sweep_prompt() -> None:
             )
 
 
+TABLES = {
+    "attention": time_attention,
+    "kv_write": time_kv_write,
+    "sampling": time_sampling,
+    "lookup": time_lookup,
+    "penalties": time_penalties,
+    "truncation": time_truncation,
+}
+SWEEPS = {"decode": sweep_decode, "prompt": sweep_prompt}
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", choices=("decode", "prompt"), help="time attention's tilings instead")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables to print")
+    parser.add_argument("--sweep", choices=SWEEPS, help="time attention's tilings instead")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    parts = {
-        None: (time_attention, time_kv_write, time_sampling, time_lookup),
-        "decode": (sweep_decode,),
-        "prompt": (sweep_prompt,),
-    }
-    for part in parts[arguments.sweep]:
-        part()
+    if arguments.sweep:
+        SWEEPS[arguments.sweep]()
+        return
+    for name in arguments.only:
+        TABLES[name]()
 
 
 if __name__ == "__main__":
