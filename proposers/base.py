@@ -47,5 +47,9 @@ class Proposer(Protocol):
     def num_speculative_tokens(self) -> int:
         """k: the width of every Draft, and the most tokens it proposes."""
 
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether `propose` only queues device work of shapes that the host knows, so that it can be captured."""
+
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft the tokens that may follow each sequence."""

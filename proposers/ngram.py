@@ -27,6 +27,11 @@ class NgramProposer:
         """Most tokens proposed per step."""
         return self._k
 
+    @property
+    def runs_on_device(self) -> bool:
+        """Nothing is read on the host."""
+        return True
+
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft by lookup; every operation is on the device and of a shape the host knows."""
         if jit.is_available(inputs.slots.device):

@@ -5,10 +5,12 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from proposers.registry import build_proposer
 from server.config import Config
@@ -16,6 +18,7 @@ from server.engine.engine import NativeEngine
 from server.errors import ConfigError, EngineDead
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
+from server.kernels import jit
 from server.kv.block_pool import BlockPool
 from server.model.device import choose_device, choose_dtype
 from server.model.footprint import Footprint
@@ -27,8 +30,9 @@ from server.request import ModelInfo
 from server.rpc.lifecycle import GrpcServer, check_address
 from server.scheduler.scheduler import Scheduler
 from server.telemetry.pipeline import Telemetry
+from server.worker.buckets import batch_sizes
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
-from server.worker.memory import activation_nbytes, kv_budget
+from server.worker.memory import activation_nbytes, kept_nbytes, kv_budget
 from server.worker.runner import Runner
 from server.worker.warm_up import warm_up
 
@@ -78,12 +82,17 @@ def build_core(config: Config) -> Core:
         getattr(loaded.config, "intermediate_size", None) or 4 * loaded.config.hidden_size,
         loaded.vocab_size,
     )
-    num_blocks = num_blocks_for(geometry, kv_budget(config.cache, device, available_memory_nbytes(), activations))
+    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed)
+    build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposer=proposer)
+    sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []
+    longest = config.model.max_model_len or loaded.max_position_embeddings
+    graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
+    budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
+    num_blocks = num_blocks_for(geometry, budget)
     info = _model_info(config, loaded, num_blocks - 1, device, dtype)
     _log_capacity(info)
     kv = allocate_kv(geometry, num_blocks, device)
-    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed)
-    runner = Runner(loaded.model, head, kv, num_slots=num_slots, max_tokens=info.max_request_len, proposer=proposer)
+    runner = build_runner(kv, max_tokens=info.max_request_len)
     bus = EventBus()
     scheduler = Scheduler(
         config.scheduler,
@@ -102,7 +111,7 @@ def build_core(config: Config) -> Core:
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
-        warm_up=partial(warm_up, runner, loaded.model, head, kv),
+        warm_up=partial(warm_up, runner, loaded.model, head, sizes),
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
@@ -147,6 +156,27 @@ async def _serve(config: Config, core: Core) -> None:
         await core.engine.stop()
         await asyncio.to_thread(telemetry.shutdown, 2.0)
         logger.info("stopped")
+
+
+def _graph_nbytes(
+    build_runner: Callable[[Tensor], Runner], geometry: KVGeometry, sizes: Sequence[int], device: torch.device
+) -> int:
+    """What a runner with captured graphs takes besides the KV cache: measured on one without a cache."""
+
+    def capture() -> Runner:
+        runner = build_runner(allocate_kv(geometry, 2, device))
+        runner.capture(sizes)
+        return runner
+
+    started_s = time.monotonic()
+    nbytes = kept_nbytes(device, capture)
+    logger.info(
+        "CUDA graphs for batches up to %d and the batch's state take %d MiB, measured in %.1f s",
+        sizes[-1],
+        nbytes >> 20,
+        time.monotonic() - started_s,
+    )
+    return nbytes
 
 
 def _check_budget(config: Config) -> None:

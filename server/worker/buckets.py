@@ -22,15 +22,35 @@ class Buckets:
     Attributes:
         spare_slot: the slot that padding rows name. max_query: most query tokens of a row that verifies drafts.
         max_context: no position reaches it; captured attention is cut for it.
+        is_second_captured: whether a step's second segment is captured too.
     """
 
-    def __init__(self, *, spare_slot: int, max_query: int, max_context: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        spare_slot: int,
+        max_query: int,
+        max_context: int,
+        sizes: Sequence[int] = (),
+        is_second_captured: bool = True,
+    ) -> None:
         """Args: sizes: ascending numbers of rows to capture, see `batch_sizes`."""
+        self.is_second_captured = is_second_captured
         self.spare_slot = spare_slot
         self.max_query = max_query
         self.max_context = max_context
         self._sizes = tuple(sizes)
         self._lengths = sorted({1, max_query})
+
+    def with_sizes(self, sizes: Sequence[int], *, is_second_captured: bool) -> "Buckets":
+        """The same limits with these numbers of rows."""
+        return Buckets(
+            spare_slot=self.spare_slot,
+            max_query=self.max_query,
+            max_context=self.max_context,
+            sizes=sizes,
+            is_second_captured=is_second_captured,
+        )
 
     def fit(self, num_rows: int, num_query: int) -> Bucket | None:
         """The smallest bucket for so many rows and query tokens, at most `max_query`; None if they are too many."""

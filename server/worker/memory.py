@@ -1,5 +1,7 @@
 """How much memory the KV cache may take."""
 
+from collections.abc import Callable
+
 import torch
 
 from server.config import CacheConfig
@@ -23,11 +25,25 @@ def activation_nbytes(num_tokens: int, num_logits: int, hidden: int, intermediat
     return FLOAT32_NBYTES * (ACTIVATION_COPIES * num_tokens * widest + LOGITS_COPIES * num_logits * vocab_size)
 
 
-def kv_budget(config: CacheConfig, device: torch.device, host_available: int, activations: int) -> int:
+def kept_nbytes(device: torch.device, work: Callable[[], object]) -> int:
+    """Device memory that some work's result keeps, graphs included; measured, then given back. CUDA only."""
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(device)
+    kept = work()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    after, _ = torch.cuda.mem_get_info(device)
+    del kept
+    torch.cuda.empty_cache()
+    return max(0, before - after)
+
+
+def kv_budget(config: CacheConfig, device: torch.device, host_available: int, working: int) -> int:
     """Bytes for the KV cache, once the weights are loaded.
 
     An explicit size goes first. On CUDA it is what `gpu_memory_utilization` leaves after what is in
-    use and the activations; on the CPU a quarter of the free memory, at most 2 GiB.
+    use and what is `working`: activations, batch state and graphs. On the CPU it is a quarter of the
+    free memory, at most 2 GiB.
 
     Raises: ConfigError if an explicit size is more than what is free.
     """
@@ -40,4 +56,4 @@ def kv_budget(config: CacheConfig, device: torch.device, host_available: int, ac
         return config.kv_cache_memory_bytes
     if device.type == "cpu":
         return min(CPU_LIMIT, free // 4)
-    return int(config.gpu_memory_utilization * total) - (total - free) - activations
+    return int(config.gpu_memory_utilization * total) - (total - free) - working

@@ -1,5 +1,8 @@
 """Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -8,14 +11,15 @@ from proposers.base import Proposer
 from server.model.head import LMHead
 from server.plan import StepPlan, StepResult
 from server.worker.batch import BatchState
-from server.worker.buckets import Buckets
+from server.worker.buckets import Bucket, Buckets
 from server.worker.flight import Flights
 from server.worker.generation import NUM_COLUMNS, Generation
+from server.worker.graphs import StepGraphs
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, prompt_logprobs
 from server.worker.results import StepHandle, StepOutputs
 from server.worker.slot_info import SlotInfo
-from server.worker.step_inputs import StepInputs, lay_out
+from server.worker.step_inputs import StepInputs, lay_out, lay_out_decoding
 from server.worker.target import Target
 from server.worker.transfer import Transfer
 
@@ -27,7 +31,8 @@ class Runner:
     """Implements plan.Executor; owns `batch`, `kv` and `slots`, used from the step thread only.
 
     `launch` queues a whole step on the device without waiting for it: what depends on generated
-    tokens (positions, accepted drafts, new drafts) is computed there.
+    tokens (positions, accepted drafts, new drafts) is computed there. Its device part is `step`, or the
+    same captured.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class Runner:
         self._transfer = Transfer(kv.device)
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device)
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
+        self._graphs: StepGraphs | None = None
+        self._is_second_captured = proposer is None or proposer.runs_on_device
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._target = Target(model, kv, self.batch)
         self._generation = Generation(self.batch, head, self._logits_processor, proposer, max_tokens)
@@ -65,7 +72,39 @@ class Runner:
         changes = self.batch.stage(plan.starts, plan.rows, flight)
         flight.send()
         self.batch.apply(changes)
-        return StepHandle(inputs, self.step(inputs), flight, self._transfer)
+        outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
+        return StepHandle(inputs, outputs, flight, self._transfer)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture the steps of decoding rows for batches of these sizes; from now on such steps are replayed.
+
+        Before the first request: the spare slot and block 0 are written to. Args: sizes: ascending.
+        """
+        graphs = StepGraphs(self.kv.device)
+        buckets = self._buckets.with_sizes(sizes, is_second_captured=self._is_second_captured)
+        for bucket in buckets:
+            flight = self._flights.begin()
+            inputs = lay_out_decoding((), self.slots, buckets, flight, bucket)
+            flight.send()
+            first, second = partial(self._first, inputs), partial(self._second, inputs)
+            graphs.capture(bucket, first, second if self._is_second_captured else None)
+            self._flights.give_back(flight)
+        self._graphs, self._buckets = graphs, buckets
+
+    def _first(self, inputs: StepInputs) -> Tensor:
+        return self._target.forward(inputs)[0]
+
+    def _second(self, inputs: StepInputs, hidden: Tensor) -> StepOutputs:
+        assert inputs.sampling is not None
+        return StepOutputs.of(None, self._generation.generate(inputs.sampling, hidden), {})
+
+    def _replay(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
+        """The same as `step` from captured segments, the second only where it does all that the rows ask for."""
+        assert self._graphs is not None
+        assert inputs.sampling is not None
+        hidden = self._graphs.replay_first(bucket)
+        return self._graphs.replay_second(bucket) if inputs.sampling.is_captured else self._second(inputs, hidden)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""

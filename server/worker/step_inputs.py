@@ -78,7 +78,6 @@ class StepInputs:
     Attributes:
         rows: the plan's rows in layout order.
         bucket: the captured shape it is padded to; None where none fits.
-        is_plain: whether every sampling row is, see SlotInfo.
         slots, first_token, num_query: [N] int64; where a row's tokens begin and how many it has, 0 for padding.
         first_tokens: `first_token` on the host.
         token_slot, token_offset: [T] int64, whose token it is and its place in the row, or PADDING.
@@ -89,7 +88,6 @@ class StepInputs:
 
     rows: tuple[PlanRow, ...]
     bucket: Bucket | None
-    is_plain: bool
     groups: tuple[AttentionGroup, ...]
     slots: Tensor
     first_token: Tensor
@@ -126,14 +124,12 @@ def lay_out_decoding(
     slots_tensor, num_query_tensor = flight.put(slot_ids), flight.put(counts)
     first_tokens = range(0, num_rows * num_query, num_query)
     infos = [slots[row.slot] for row in rows]
-    is_plain = all(info.is_plain for info in infos)
-    is_captured = bucket is not None and is_plain
+    is_captured = bucket is not None and buckets.is_second_captured and all(info.is_plain for info in infos)
     num_sampled = num_rows if is_captured else len(rows)  # what is sampled by itself leaves the padding out
     bound = max([row.context_bound for row in rows]) if bucket is None else buckets.max_context
     return StepInputs(
         rows=tuple(rows),
         bucket=bucket,
-        is_plain=is_plain,
         groups=(AttentionGroup(0, num_rows, 0, num_query, bound),),
         slots=slots_tensor,
         num_query=num_query_tensor,
@@ -188,7 +184,6 @@ def _lay_out_mixed(
     return StepInputs(
         rows=tuple(ordered),
         bucket=None,
-        is_plain=False,
         groups=tuple(groups),
         slots=flight.put([row.slot for row in ordered]),
         first_token=flight.put(first_tokens),

@@ -1,5 +1,7 @@
 """The first generation, before anybody's request."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -7,16 +9,19 @@ from transformers import PreTrainedModel
 from server.errors import ModelError
 from server.model.attention import AttentionGroup, AttentionStep
 from server.model.head import LMHead
-from server.plan import Executor, PlanRow, SequenceStart, StepPlan
+from server.plan import PlanRow, SequenceStart, StepPlan
 from server.request import Request, SamplingParams
+from server.worker.runner import Runner
 
 PROMPT_LEN = 4
 
 
-def warm_up(executor: Executor, model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
-    """Prefill a prompt, decode a token, and compare the head with the model's own logits.
+def warm_up(runner: Runner, model: PreTrainedModel, head: LMHead, capture_sizes: Sequence[int]) -> None:
+    """Prefill a prompt, decode a token, compare the head with the model's own logits, capture steps.
 
     Uses slot 0 and block 1, which nobody has yet and whoever gets them overwrites.
+
+    Args: capture_sizes: see Runner.capture; empty where nothing is to be captured.
     Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
     """
     request = Request(request_id="warm-up", prompt_token_ids=(1,) * PROMPT_LEN, sampling=SamplingParams(temperature=0))
@@ -32,10 +37,12 @@ def warm_up(executor: Executor, model: PreTrainedModel, head: LMHead, kv: Tensor
     )
     steps = (StepPlan((start,), (_row(PROMPT_LEN, PROMPT_LEN),)), StepPlan((), (_row(1, PROMPT_LEN + 1),)))
     for plan in steps:
-        error = executor.settle(executor.launch(plan)).rows[0].error
+        error = runner.settle(runner.launch(plan)).rows[0].error
         if error is not None:
             raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
-    _check_head(model, head, kv)
+    _check_head(model, head, runner.kv)
+    if capture_sizes:
+        runner.capture(capture_sizes)
 
 
 def _row(num_query: int, context_bound: int) -> PlanRow:

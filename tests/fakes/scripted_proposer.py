@@ -16,6 +16,8 @@ class ScriptedProposer:
         error_rate: how often a draft token is a guess all the same.
     """
 
+    runs_on_device = False
+
     def __init__(self, k: int, texts: Sequence[Sequence[int]], *, error_rate: float = 0.0, seed: int = 0) -> None:
         self.num_speculative_tokens = k
         self.texts = [list(text) for text in texts]

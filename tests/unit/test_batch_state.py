@@ -131,9 +131,9 @@ def test_rows_are_padded_to_a_bucket(device_name: str, num_drafts: int, num_quer
     assert inputs.groups[0].context_bound == MAX_CONTEXT
     assert inputs.sampling is not None
     # What a captured segment does not do is done for the rows alone.
-    assert inputs.is_plain == (logprobs is None)
-    assert inputs.sampling.num_new.tolist() == [1, 1, 1, 0] if inputs.is_plain else [1, 1, 1]
-    assert inputs.sampling.slots.tolist() == [0, 1, 2, 3] if inputs.is_plain else [0, 1, 2]
+    assert inputs.sampling.is_captured == (logprobs is None)
+    assert inputs.sampling.num_new.tolist() == [1, 1, 1, 0] if logprobs is None else [1, 1, 1]
+    assert inputs.sampling.slots.tolist() == [0, 1, 2, 3] if logprobs is None else [0, 1, 2]
 
 
 def test_a_bucket_is_the_smallest_that_fits() -> None:
