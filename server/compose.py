@@ -68,7 +68,7 @@ def build_core(config: Config) -> Core:
     loaded = load_model(config.model, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
     footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)
-    is_packed = can_pack(device, dtype) and not config.model.enforce_eager
+    is_packed = can_pack(device) and not config.model.enforce_eager
     if is_packed:
         pack_linears(loaded.model.base_model)
     proposer = None if config.speculative is None else build_proposer(config.speculative)

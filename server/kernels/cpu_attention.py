@@ -18,7 +18,7 @@ from server.kernels.cpu_build import BuildError, build
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu_attention_tile.h", "cpu_vector.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu_attention_tile.h", "cpu_multiply.h", "cpu_vector.h"))
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MULTIPLE = 16
 

@@ -14,7 +14,7 @@
 
 #include <algorithm>
 
-#include "cpu_vector.h"
+#include "cpu_multiply.h"
 
 namespace outrider {
 
@@ -82,49 +82,6 @@ struct Softmax {
     }
   }
 };
-
-// c[kRows, kVectors * kWidth] = c * scale + a[kRows, depth] @ b[depth, ...]; without scale, c starts at 0.
-template <int kRows, int kVectors, typename Element>
-inline void multiply_block(const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth,
-                           float* c, int64_t c_stride, const float* scale) {
-  Floats sums[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; row++) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) {
-      sums[row][i] = scale ? load(c + row * c_stride + i * kWidth) * scale[row] : Floats{};
-    }
-  }
-  for (int64_t k = 0; k < depth; k++) {
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; row++) {
-      const typename Element::Register factor = Element::broadcast(a + row * a_stride + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) {
-        sums[row][i] = Element::multiply_add(sums[row][i], factor, b + k * b_stride + i * kWidth);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; row++) {
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) store(c + row * c_stride + i * kWidth, sums[row][i]);
-  }
-}
-
-template <int kVectors, int kRows = kRowsPerBlock, typename Element>
-inline void multiply_rows(int64_t rows, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride,
-                          int64_t depth, float* c, int64_t c_stride, const float* scale) {
-  for (; rows >= kRows; rows -= kRows) {
-    multiply_block<kRows, kVectors>(a, a_stride, b, b_stride, depth, c, c_stride, scale);
-    a += kRows * a_stride;
-    c += kRows * c_stride;
-    scale += scale ? kRows : 0;
-  }
-  if constexpr (kRows > 1) {
-    if (rows) multiply_rows<kVectors, kRows - 1>(rows, a, a_stride, b, b_stride, depth, c, c_stride, scale);
-  }
-}
 
 template <typename Element>
 void multiply(int64_t rows, int64_t columns, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride,

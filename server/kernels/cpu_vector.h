@@ -159,7 +159,7 @@ inline Floats tanh(Floats x) {
   return bit_cast<Floats>(bit_cast<Words>(positive) | sign);
 }
 
-// What a dot product is made of: one number, or two bfloat16 where the CPU multiplies those in pairs.
+// What a dot product is made of: one number, or two bfloat16, which some CPUs multiply in pairs.
 // multiply_add returns sum + a * b, in float32.
 struct FloatElement {
   using Register = Floats;
@@ -202,6 +202,24 @@ struct PairElement {
     using Order = std::integer_sequence<int, (kFirst + kLane / 2 + kLane % 2 * 2 * kWidth)...>;
     const AllHalves pairs = pick(load_as<AllHalves>(even), load_as<AllHalves>(odd), Order{});
     std::memcpy(to, &pairs, sizeof(pairs));
+  }
+
+  uint32_t value;
+};
+#else
+struct PairElement {
+  struct Register {
+    Floats even, odd;
+  };
+  static constexpr int kNumbers = 2;
+
+  static Register split(Words pairs) {
+    return {bit_cast<Floats>(pairs << 16), bit_cast<Floats>(pairs & 0xffff0000u)};
+  }
+  static Register broadcast(const PairElement* a) { return split(Words{} + load_as<uint32_t>(a)); }
+  static Floats multiply_add(Floats sum, const Register& a, const PairElement* b) {
+    const Register numbers = split(load_as<Words>(b));
+    return sum + a.even * numbers.even + a.odd * numbers.odd;
   }
 
   uint32_t value;

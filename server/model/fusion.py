@@ -4,43 +4,67 @@ Both replace `nn.Linear` modules by others with the same results. What a model l
 from its modules' names, so nothing here knows an architecture.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from server.kernels import cpu_linear
+from server.model.cache import cache_root
+
 PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Projections of one input, by the names that transformers' models share."""
 
+MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
+"""(weight [out, in], bias [out] or None) -> a linear layer."""
+
 
 class PackedLinear(nn.Module):
-    """A bfloat16 linear layer whose weight lies in oneDNN's own order.
+    """A linear layer on the CPU whose weight lies in the order of our own operator.
 
     The plain operator reorders the weight at every call, which for few rows costs as much as the
-    product.
+    product, and adds up in an order that depends on the number of rows.
     """
 
+    packed: Tensor
+    bias: Tensor | None
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Args: weight: [out, in] bfloat16 on the CPU; not kept."""
+        """Args: weight: [out, in] on the CPU, of a type and size that the operator supports; not kept."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
-        self._bias = bias
+        self.register_buffer("packed", cpu_linear.pack(weight.contiguous()), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in] -> [..., out], bfloat16."""
-        outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self._bias, "none", [], "")
-        return outputs
+        """[..., in] -> [..., out]."""
+        outputs = cpu_linear.linear(inputs.flatten(0, -2), self.packed, self.bias, self.out_features)
+        return outputs.view(*inputs.shape[:-1], self.out_features)
+
+
+class PlainLinear(nn.Module):
+    """torch's own linear layer, of given tensors."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return nn.functional.linear(inputs, self.weight, self.bias)
 
 
 class MergedLinear:
     """Several linear layers of one input, computed as one; handed out part by part."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], make: MakeLinear) -> None:
         weight = torch.cat([layer.weight for layer in layers])
         biases: list[Tensor] = [layer.bias for layer in layers if _has_bias(layer)]
-        bias = torch.cat(biases) if biases else None
-        self._linear = PackedLinear(weight, bias)
+        self.linear = make(weight, torch.cat(biases) if biases else None)
         self._sizes = [layer.out_features for layer in layers]
         self._inputs: Tensor | None = None
         self._outputs: list[Tensor] = []
@@ -48,7 +72,7 @@ class MergedLinear:
     def part(self, inputs: Tensor, index: int) -> Tensor:
         """The output of layer `index`; the first one asked for an input computes them all."""
         if self._inputs is not inputs:
-            self._inputs, self._outputs = inputs, list(self._linear(inputs).split(self._sizes, dim=-1))
+            self._inputs, self._outputs = inputs, list(self.linear(inputs).split(self._sizes, dim=-1))
         output = self._outputs[index]
         if index == len(self._sizes) - 1:
             self._inputs, self._outputs = None, []  # keep no activations beyond the layer
@@ -62,31 +86,44 @@ class _Part(nn.Module):
         super().__init__()
         self._merged = merged
         self._index = index
+        if index == 0:
+            self.linear = merged.linear  # so that its tensors are the model's, once
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] -> [..., out] of this part."""
         return self._merged.part(inputs, self._index)
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes bfloat16 on this CPU."""
-    is_bfloat16 = device.type == "cpu" and dtype is torch.bfloat16
-    return is_bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def can_pack(device: torch.device) -> bool:
+    """Whether there are operators for packed weights, which are built here if need be."""
+    return device.type == "cpu" and cpu_linear.load(cache_root() / "kernels")
 
 
 @torch.no_grad()
-def pack_linears(decoder: nn.Module) -> None:
-    """Merge and pack every linear layer of a bfloat16 decoder on the CPU; the plain weights are freed."""
+def merge_linears(decoder: nn.Module, make: MakeLinear = PlainLinear) -> None:
+    """Merge what shares an input into one product; the plain weights are freed."""
     for parent in list(decoder.modules()):
         for names in PARTS:
             layers = [layer for name in names if type(layer := getattr(parent, name, None)) is nn.Linear]
             if len(layers) == len(names) and _can_merge(layers):
-                merged = MergedLinear(layers)
+                merged = MergedLinear(layers, make)
                 for index, name in enumerate(names):
                     setattr(parent, name, _Part(merged, index))
+
+
+@torch.no_grad()
+def pack_linears(decoder: nn.Module) -> None:
+    """Merge and pack every linear layer of a decoder on the CPU that the operators support; the rest stays."""
+    merge_linears(decoder, _make_packed)
+    for parent in list(decoder.modules()):
         for name, layer in parent.named_children():
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear and cpu_linear.supports(layer.weight.dtype, layer.in_features):
                 setattr(parent, name, PackedLinear(layer.weight, layer.bias))
+
+
+def _make_packed(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    is_supported = cpu_linear.supports(weight.dtype, weight.shape[1])
+    return PackedLinear(weight, bias) if is_supported else PlainLinear(weight, bias)
 
 
 def _can_merge(layers: Sequence[nn.Linear]) -> bool:

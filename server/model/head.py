@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.errors import ModelError
+from server.kernels import cpu_linear
 from server.model.fusion import PackedLinear
 
 
@@ -29,10 +30,11 @@ class LMHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: PreTrainedConfig, *, is_packed: bool = False) -> "LMHead":
-        """The head of a loaded model; packed, it keeps its weight in oneDNN's order in addition."""
+        """The head of a loaded model; packed, it keeps its weight in our operator's order in addition."""
         layer = model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         bias = getattr(layer, "bias", None)
+        is_packed = is_packed and cpu_linear.supports(layer.weight.dtype, layer.weight.shape[1])
         packed = PackedLinear(layer.weight, bias) if is_packed else None
         return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed)
 

@@ -8,13 +8,12 @@ from torch import nn
 
 from server.compose import build_core
 from server.config import Config
-from server.model.fusion import MergedLinear, PackedLinear, can_pack, pack_linears
+from server.model.fusion import MergedLinear, PlainLinear, can_pack, merge_linears, pack_linears
 from server.worker.runner import Runner
 from tests.tiny_model import build_tiny_model
 
-pytestmark = pytest.mark.skipif(
-    not can_pack(torch.device("cpu"), torch.bfloat16), reason="this CPU has no bfloat16 in oneDNN"
-)
+pytestmark = pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="no C++ compiler")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 class _Attention(nn.Module):
@@ -43,11 +42,12 @@ class _Decoder(nn.Module):
         return outputs
 
 
+@DTYPES
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_a_packed_decoder_computes_the_same(has_bias: bool) -> None:
+def test_a_packed_decoder_computes_the_same(has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    decoder = _Decoder(has_bias=has_bias).bfloat16().requires_grad_(False)
-    inputs = torch.randn(1, 7, 64).bfloat16()
+    decoder = _Decoder(has_bias=has_bias).to(dtype).requires_grad_(False)
+    inputs = torch.randn(1, 7, 64).to(dtype)
     expected = decoder(inputs)
     pack_linears(decoder)
     assert not any(type(module) is nn.Linear for module in decoder.modules())
@@ -56,24 +56,31 @@ def test_a_packed_decoder_computes_the_same(has_bias: bool) -> None:
         torch.testing.assert_close(decoder(inputs.clone()), expected)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 1536), (1000, 576)])
-def test_any_number_of_rows(rows: int, columns: int) -> None:
-    torch.manual_seed(1)
-    weight = (torch.randn(rows, columns) * 0.05).bfloat16()
-    inputs = torch.randn(33, columns).bfloat16()
-    packed = PackedLinear(weight, None)
-    with torch.inference_mode():
-        for count in (1, 2, 3, 6, 16, 17, 33):
-            torch.testing.assert_close(packed(inputs[:count]), torch.nn.functional.linear(inputs[:count], weight))
+@DTYPES
+def test_what_the_operators_do_not_support_stays(dtype: torch.dtype) -> None:
+    decoder = nn.Sequential(nn.Linear(5, 3)).to(dtype)
+    pack_linears(decoder)
+    assert type(decoder[0]) is nn.Linear
+    half = nn.Sequential(nn.Linear(4, 3)).half()
+    pack_linears(half)
+    assert type(half[0]) is nn.Linear
+
+
+def test_merging_keeps_each_tensor_once() -> None:
+    decoder = _Decoder(has_bias=True)
+    num_before = sum(tensor.numel() for tensor in decoder.parameters())
+    merge_linears(decoder)
+    tensors = dict([*decoder.named_parameters(), *decoder.named_buffers()])
+    assert sum(tensor.numel() for tensor in tensors.values()) == num_before
 
 
 def test_merged_layers_see_a_new_input() -> None:
     torch.manual_seed(2)
-    layers = [nn.Linear(32, 16, bias=False).bfloat16().requires_grad_(False) for _ in range(2)]
-    merged = MergedLinear(layers)
+    layers = [nn.Linear(32, 16, bias=False).requires_grad_(False) for _ in range(2)]
+    merged = MergedLinear(layers, PlainLinear)
     with torch.inference_mode():
         for _ in range(2):
-            inputs = torch.randn(3, 32).bfloat16()
+            inputs = torch.randn(3, 32)
             for index, layer in enumerate(layers):
                 torch.testing.assert_close(merged.part(inputs, index), layer(inputs))
 
@@ -86,6 +93,6 @@ def test_enforce_eager_leaves_the_model_as_it_is(tmp_path: Path, enforce_eager: 
     )
     runner = core.engine._executor
     assert isinstance(runner, Runner)
-    kinds = {type(module) for module in runner._model.modules()}
+    kinds = {type(module) for module in runner._target._model.modules()}
     assert (nn.Linear in kinds) == enforce_eager
     assert (runner._head.packed is None) == enforce_eager
