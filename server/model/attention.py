@@ -66,7 +66,6 @@ class AttentionStep:
     """What attention needs to know about a step; passed through the model as one keyword.
 
     Attributes:
-        kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
         write_blocks, write_offsets: [num_tokens] int64, where each token's K and V go; block 0 for padding.
         positions: [num_tokens] int64, 0 for padding.
         first_token, num_query: [num_rows] int64, the flat tokens of each row, padding behind them left out.
@@ -75,7 +74,6 @@ class AttentionStep:
         groups: the rows, in order.
     """
 
-    kv: Tensor
     write_blocks: Tensor
     write_offsets: Tensor
     positions: Tensor
@@ -87,26 +85,31 @@ class AttentionStep:
     _tables: dict[AttentionGroup, Tensor] = field(init=False, default_factory=dict)
     _masks: dict[tuple[AttentionGroup, int | None], Tensor] = field(init=False, default_factory=dict)
 
-    def layer(self, module: torch.nn.Module) -> Tensor:
-        """The blocks of an attention module's layer: [num_blocks, kv_heads, block_size, 2 * head_dim]."""
-        layer_idx: int = module.layer_idx  # type: ignore[assignment]  # torch types attributes as tensors or modules
-        return self.kv[:, layer_idx]
-
-    def table(self, group: AttentionGroup) -> Tensor:
+    def table(self, group: AttentionGroup, block_size: int) -> Tensor:
         """[num_rows, num_blocks] int64, made once per step."""
         if group not in self._tables:
-            num_blocks = -(-group.context_bound // self.kv.shape[3])
+            num_blocks = -(-group.context_bound // block_size)
             self._tables[group] = self.block_table[self.slots[group.rows], :num_blocks].long()
         return self._tables[group]
 
-    def mask(self, group: AttentionGroup, sliding_window: int | None) -> Tensor:
-        """[num_rows, 1, num_query, num_blocks * block_size] bool, made once per step and window."""
+    def mask(self, group: AttentionGroup, num_positions: int, sliding_window: int | None) -> Tensor:
+        """[num_rows, 1, num_query, num_positions] bool, made once per step and window."""
         key = (group, sliding_window)
         if key not in self._masks:
-            num_positions = self.table(group).shape[1] * self.kv.shape[3]
             positions = self.positions[group.tokens].view(group.num_rows, group.num_query)
             self._masks[key] = attention_mask(positions, num_positions, sliding_window)
         return self._masks[key]
+
+
+def bind_kv(model: torch.nn.Module, kv: Tensor) -> None:
+    """Give each attention module the blocks of its layer, as a buffer `kv_blocks`.
+
+    Args: kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
+    """
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if isinstance(layer_idx, int) and not any(hasattr(child, "layer_idx") for child in module.children()):
+            module.register_buffer("kv_blocks", kv[:, layer_idx], persistent=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def _for_transformers(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         s_aux: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        layer = attention_step.layer(module)
+        layer: Tensor = module.kv_blocks  # type: ignore[assignment]  # torch types buffers as modules, too
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
         return attend(attention_step, layer, query, key, value, options)[None], None
@@ -159,8 +162,8 @@ def _attend_by_tensors(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
         rows = query[group.tokens].unflatten(0, (group.num_rows, group.num_query)).transpose(1, 2)
-        keys, values = read_kv(layer, step.table(group))
-        mask = step.mask(group, options.sliding_window)
+        keys, values = read_kv(layer, step.table(group, block_size=layer.shape[2]))
+        mask = step.mask(group, keys.shape[2], options.sliding_window)
         attended = attention(rows, keys, values, mask, options.scaling, softcap=options.softcap, sinks=options.sinks)
         output[group.tokens] = attended.transpose(1, 2).flatten(0, 1)
     return output

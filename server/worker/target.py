@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from server.model.attention import AttentionStep
+from server.model.attention import AttentionStep, bind_kv
 from server.worker.batch import BatchState
 from server.worker.step_inputs import StepInputs
 
@@ -15,7 +15,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, kv: Tensor, batch: BatchState) -> None:
         """Args: kv: see kv_tensors.allocate_kv."""
         self._model = model.base_model
-        self._kv = kv
+        bind_kv(self._model, kv)
         self._block_size = kv.shape[3]
         self._batch = batch
 
@@ -31,7 +31,6 @@ class Target:
         positions = positions * is_real  # padding may lie beyond what the model can embed
         token_ids = batch.token_ids[slots, positions]
         step = AttentionStep(
-            kv=self._kv,
             write_blocks=batch.block_table[slots, positions // self._block_size] * is_real.long(),
             write_offsets=positions % self._block_size,
             positions=positions,

@@ -62,7 +62,6 @@ def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
     positions = torch.arange(PROMPT_LEN, device=kv.device)
     zero = positions[:1]
     step = AttentionStep(
-        kv=kv,
         write_blocks=torch.ones_like(positions),
         write_offsets=positions,
         positions=positions,

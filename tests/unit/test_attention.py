@@ -127,7 +127,6 @@ def test_paged_attention_equals_an_explicit_softmax(
     sinks = torch.linspace(-1, 2, HEADS) if options.get("sinks") else None
     table, positions = table.to(device_name), positions.to(device_name)
     step = AttentionStep(
-        kv=kv.to(device_name),
         write_blocks=torch.tensor(write_blocks, device=device_name),
         write_offsets=torch.tensor(write_offsets, device=device_name),
         positions=positions.flatten(),
@@ -136,7 +135,7 @@ def test_paged_attention_equals_an_explicit_softmax(
     )
     window, softcap = options.get("window"), options.get("softcap")
     output, weights = attend(
-        SimpleNamespace(layer_idx=1),
+        SimpleNamespace(kv_blocks=kv.to(device_name)[:, 1]),
         query.to(device_name),
         new_keys.to(device_name),
         new_values.to(device_name),
@@ -176,14 +175,13 @@ def test_nan_is_stored_as_zero(attend: Callable[..., tuple[Tensor, None]], devic
     values = torch.full((1, KV_HEADS, 1, HEAD_DIM), float("nan"), device=device_name)
     query = torch.ones(1, HEADS, 1, HEAD_DIM, device=device_name)
     step = AttentionStep(
-        kv=kv,
         write_blocks=one,
         write_offsets=zero,
         positions=zero,
         groups=(AttentionGroup(0, 1, 0, 1, 1),),
         **rows_of(one[None], 1),
     )
-    attend(SimpleNamespace(layer_idx=0), query, values, values, None, attention_step=step, scaling=1.0)
+    attend(SimpleNamespace(kv_blocks=kv[:, 0]), query, values, values, None, attention_step=step, scaling=1.0)
     assert torch.isfinite(kv).all()
 
 
@@ -208,12 +206,11 @@ def test_operators_are_used_where_there_are_any(
 def test_the_mask_is_made_once_per_window() -> None:
     positions, index = torch.tensor([4, 5]), torch.zeros(2, dtype=torch.int64)
     group = AttentionGroup(0, 1, 0, 2, 6)
-    kv = allocate_kv(KVGeometry(1, KV_HEADS, HEAD_DIM, BLOCK, torch.float32), 2, torch.device("cpu"))
     fields = rows_of(torch.ones(1, 3, dtype=torch.int64), 2)
-    step = AttentionStep(kv=kv, write_blocks=index, write_offsets=index, positions=positions, groups=(group,), **fields)
-    assert step.mask(group, None) is step.mask(group, None)
-    assert step.mask(group, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
-    assert torch.equal(step.mask(group, None), attention_mask(positions[None], BLOCK, None))
+    step = AttentionStep(write_blocks=index, write_offsets=index, positions=positions, groups=(group,), **fields)
+    assert step.mask(group, 16, None) is step.mask(group, 16, None)
+    assert step.mask(group, 16, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
+    assert torch.equal(step.mask(group, 16, None), attention_mask(positions[None], BLOCK, None))
 
 
 def test_keys_in_a_narrower_type_are_widened() -> None:
