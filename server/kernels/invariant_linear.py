@@ -16,7 +16,7 @@ from torch import Tensor
 
 from server.kernels.jit import ceil_div, jit, next_power_of_2, tl
 
-NUM_PROGRAMS = 256
+NUM_PROGRAMS = 192
 """What small batches are split for; part of the order of summation, hence the same on every device."""
 MIN_SPAN = 512
 NARROW_O = 64
@@ -40,11 +40,11 @@ def choose_tiling(num_tokens: int, dtype: torch.dtype) -> Tiling:
     block_t = max(16, next_power_of_2(num_tokens))
     if dtype == torch.float32:  # multiplied outside the tensor cores
         return Tiling(NARROW_O, min(block_t, 64), 32, num_warps=4, num_stages=3)
-    if num_tokens <= 64:
+    if num_tokens <= 32:
         return Tiling(NARROW_O, block_t, 128, num_warps=4, num_stages=4)
-    if num_tokens <= 256:
-        return Tiling(128, 64, 64, num_warps=4, num_stages=4)
-    return Tiling(128, 256, 64, num_warps=8, num_stages=3)
+    if num_tokens <= 64:
+        return Tiling(NARROW_O, block_t, 64, num_warps=4, num_stages=6)
+    return Tiling(128, 128, 64, num_warps=8, num_stages=4)
 
 
 def span_of(num_in: int, num_out: int) -> int:

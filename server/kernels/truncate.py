@@ -5,7 +5,7 @@ at least `top_p` of the mass at or above it. The threshold is found in three lau
 
 1. Survey: every 32 values make a group, of which the largest value and the mass are noted.
 2. Search: the groups' notes give a lower bound of the threshold that is proven, and few groups, mostly, reach above
-   it. In those the threshold itself is bisected, over the bits of its float32.
+   it. In those the threshold itself is searched, over the bits of its float32.
 3. Apply: what is below the threshold becomes minus infinity.
 
 A row is treated alike in every batch: its sums have one order, whatever the number of rows.
@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.kernels.jit import ceil_div, jit, next_power_of_2, tl
+from server.kernels.jit import ceil_div, jit, next_power_of_2, num_multiprocessors, tl
 
 LANES, MEMBERS = 128, 32
 """A part of the vocabulary is a tile of so many groups of so many values; a group is a column of it, as likely tokens
 have neighbouring ids."""
-BLOCK_G = 128
+BLOCK_G = 64
 """Groups whose values stay in registers during a search."""
-NUM_BOUND_STEPS = 16
-"""Bisections of the lower bound, which may be loose: to 1/128 of its value."""
+NUM_BOUNDS = 4
+"""Bounds that are tried at once: a step of a search leaves a fifth of what it was given."""
+NUM_BOUND_STEPS = 7
+"""Steps towards the lower bound, which may be loose: to 1/128 of its value."""
+PROGRAMS_PER_MULTIPROCESSOR = 16
 
 
 @jit()
@@ -52,7 +55,13 @@ def _to_value(key: tl.tensor) -> tl.tensor:
 
 
 @jit()
-def _load_groups(
+def _between(low: tl.tensor, high: tl.tensor, NUM_BOUNDS: tl.constexpr) -> tl.tensor:
+    """Keys that divide what is between two; all above the lower one."""
+    return low + tl.maximum((high - low) * (tl.arange(0, NUM_BOUNDS) + 1) // (NUM_BOUNDS + 1), 1)
+
+
+@jit()
+def _load_values(
     row_ptr: tl.tensor,
     groups_ptr: tl.tensor,
     start: tl.tensor,
@@ -63,28 +72,20 @@ def _load_groups(
     MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
-    """The values of some listed groups, [BLOCK_G, MEMBERS]; minus infinity where there is none."""
-    place = start + tl.arange(0, BLOCK_G)
+    """The values of BLOCK_G listed groups, [MEMBERS * BLOCK_G]; minus infinity where there is none."""
+    index = tl.arange(0, MEMBERS * BLOCK_G)
+    place = start + index % BLOCK_G  # neighbours in the list are neighbours in memory where all are listed
     group = tl.load(groups_ptr + place, mask=place < num_groups, other=0)
-    first = group // LANES * (LANES * MEMBERS) + group % LANES
-    token_id = first[:, None] + tl.arange(0, MEMBERS)[None, :] * LANES
-    is_value = (place < num_groups)[:, None] & (token_id < vocab_size)
+    token_id = group // LANES * (LANES * MEMBERS) + group % LANES + index // BLOCK_G * LANES
+    is_value = (place < num_groups) & (token_id < vocab_size)
     return tl.math.div_rn(tl.load(row_ptr + token_id, mask=is_value, other=float("-inf")), temperature)
 
 
 @jit()
-def _sum_above(values: tl.tensor, bound: tl.tensor, highest: tl.tensor, IS_MASS: tl.constexpr) -> tl.tensor:
-    """Number of values above a bound, or their mass in units of the highest's."""
-    weights = tl.exp(values - highest) if IS_MASS else tl.full(values.shape, 1.0, tl.float32)
-    return tl.sum(tl.sum(tl.where(values > bound, weights, 0.0), 1), 0)
-
-
-@jit()
-def _search(
-    low: tl.tensor,
-    limit: tl.tensor,
+def _sum_above(
+    bounds: tl.tensor,
     highest: tl.tensor,
-    first_values: tl.tensor,
+    values: tl.tensor,
     row_ptr: tl.tensor,
     groups_ptr: tl.tensor,
     num_groups: tl.tensor,
@@ -95,20 +96,46 @@ def _search(
     MEMBERS: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ) -> tl.tensor:
+    """For each bound, the number of listed values above it, or their mass in units of the highest's.
+
+    Args: values: those of the first groups, which stay in registers.
+    """
+    weights = tl.exp(values - highest) if IS_MASS else tl.full(values.shape, 1.0, tl.float32)
+    above = tl.where(values[:, None] > bounds[None, :], weights[:, None], 0.0)
+    for start in tl.range(BLOCK_G, num_groups, BLOCK_G, num_stages=3):
+        more = _load_values(row_ptr, groups_ptr, start, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
+        weights = tl.exp(more - highest) if IS_MASS else weights
+        above += tl.where(more[:, None] > bounds[None, :], weights[:, None], 0.0)
+    return tl.sum(above, 0)
+
+
+@jit()
+def _search(
+    low: tl.tensor,
+    limit: tl.tensor,
+    highest: tl.tensor,
+    values: tl.tensor,
+    row_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    num_groups: tl.tensor,
+    temperature: tl.tensor,
+    vocab_size: int,
+    IS_MASS: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+    LANES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+) -> tl.tensor:
     """The least float32 with less than `limit` above it; its key is above `low`."""
     high = _to_key(highest)
     while high - low > 1:
-        middle = low + (high - low) // 2
-        bound = _to_value(middle)
-        above = _sum_above(first_values, bound, highest, IS_MASS)
-        for start in range(BLOCK_G, num_groups, BLOCK_G):
-            values = _load_groups(
-                row_ptr, groups_ptr, start, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G
-            )
-            above += _sum_above(values, bound, highest, IS_MASS)
-        is_low = above >= limit
-        low = tl.where(is_low, middle, low)
-        high = tl.where(is_low, high, middle)
+        middle = _between(low, high, NUM_BOUNDS)
+        above = _sum_above(
+            _to_value(middle), highest, values, row_ptr, groups_ptr, num_groups, temperature, vocab_size,
+            IS_MASS, LANES, MEMBERS, BLOCK_G,
+        )  # fmt: skip
+        low = tl.max(tl.where(above >= limit, middle, low), 0)
+        high = tl.min(tl.where(above >= limit, high, middle), 0)
     return _to_value(high)
 
 
@@ -126,26 +153,28 @@ def _survey_kernel(
     vocab_size: int,
     stride_row: int,
     stride_position: int,
+    num_parts: int,
     LANES: tl.constexpr,
     MEMBERS: tl.constexpr,
 ) -> None:
-    """Note the groups of one position of one row (axis 0) in one part of the vocabulary (axis 1)."""
+    """Note the groups of one position of one row (axis 0) in every n-th part of the vocabulary (axis 1)."""
     row, position = tl.program_id(0) // num_positions, tl.program_id(0) % num_positions
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
     if (temperature == 0) | ~_is_cut(slot, min_p_ptr, top_k_ptr, top_p_ptr, vocab_size):
         return
-    lane = tl.arange(0, LANES)
-    token_id = (tl.program_id(1) * MEMBERS + tl.arange(0, MEMBERS))[:, None] * LANES + lane[None, :]
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row + position * stride_position
-    logits = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("-inf"))
-    values = tl.math.div_rn(logits, temperature)
-    values = tl.where(values == values, values, float("inf"))  # NaN must show
-    highest = tl.max(values, 0)
-    base = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
-    place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * LANES + lane
-    tl.store(highest_ptr + place, highest)
-    tl.store(mass_ptr + place, tl.sum(tl.exp(tl.minimum(values - base[None, :], 0.0)), 0))
+    lane = tl.arange(0, LANES)
+    for part in range(tl.program_id(1), num_parts, tl.num_programs(1)):
+        token_id = (part * MEMBERS + tl.arange(0, MEMBERS))[:, None] * LANES + lane[None, :]
+        logits = tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=float("-inf"))
+        values = tl.math.div_rn(logits, temperature)
+        values = tl.where(values == values, values, float("inf"))  # NaN must show
+        highest = tl.max(values, 0)
+        base = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
+        place = (tl.program_id(0).to(tl.int64) * num_parts + part) * LANES + lane
+        tl.store(highest_ptr + place, highest)
+        tl.store(mass_ptr + place, tl.sum(tl.exp(tl.minimum(values - base[None, :], 0.0)), 0))
 
 
 @jit(unspecialised=("slots_ptr", "num_positions"))
@@ -164,8 +193,9 @@ def _search_kernel(
     vocab_size: int,
     stride_row: int,
     stride_position: int,
-    num_all_groups: int,
+    num_parts: int,
     BLOCK_L: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
     NUM_BOUND_STEPS: tl.constexpr,
     LANES: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -180,8 +210,9 @@ def _search_kernel(
     min_p, top_k, top_p = tl.load(min_p_ptr + slot), tl.load(top_k_ptr + slot), tl.load(top_p_ptr + slot)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     group = tl.arange(0, BLOCK_L)
-    base = tl.program_id(0).to(tl.int64) * num_all_groups
-    group_highest = tl.load(highest_ptr + base + group, mask=group < num_all_groups, other=float("-inf"))
+    is_group = group < num_parts * LANES
+    base = tl.program_id(0).to(tl.int64) * num_parts * LANES
+    group_highest = tl.load(highest_ptr + base + group, mask=is_group, other=float("-inf"))
     highest = tl.max(group_highest, 0)
     if (highest == float("inf")) | (highest == float("-inf")):  # broken, or nothing to choose: stays as it is
         tl.store(threshold_ptr + tl.program_id(0), float("-inf"))
@@ -191,7 +222,7 @@ def _search_kernel(
         tl.store(threshold_ptr + tl.program_id(0), threshold)
         return
 
-    mass = tl.load(mass_ptr + base + group, mask=group < num_all_groups, other=0.0) * tl.exp(group_highest - highest)
+    mass = tl.load(mass_ptr + base + group, mask=is_group, other=0.0) * tl.exp(group_highest - highest)
     total = tl.sum(mass, 0)
     low = _to_key(threshold) - 1
     if has_top_k | (min_p == 0):
@@ -204,12 +235,12 @@ def _search_kernel(
         low = tl.full([], -2139095042, tl.int64)
         high = _to_key(highest)
         for _ in range(NUM_BOUND_STEPS):
-            middle = low + (high - low) // 2
-            bound = _to_value(middle)
-            proven = tl.maximum(least, most - num_others * tl.exp(bound - highest))
-            is_low = tl.sum(tl.where(group_highest > bound, proven, 0.0), 0) >= limit
-            low = tl.where(is_low, middle, low)
-            high = tl.where(is_low, high, middle)
+            middle = _between(low, high, NUM_BOUNDS)
+            bounds = _to_value(middle)[None, :]
+            proven = tl.maximum(least[:, None], most[:, None] - num_others * tl.exp(bounds - highest))
+            above = tl.sum(tl.where(group_highest[:, None] > bounds, proven, 0.0), 0)
+            low = tl.max(tl.where(above >= limit, middle, low), 0)
+            high = tl.min(tl.where(above >= limit, high, middle), 0)
 
     is_listed = group_highest > _to_value(low)
     num_groups = tl.sum(is_listed.to(tl.int32), 0)
@@ -218,26 +249,24 @@ def _search_kernel(
     tl.store(groups_ptr + place, group, mask=is_listed)
     tl.debug_barrier()  # other threads read the list
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row + position * stride_position
-    values = _load_groups(row_ptr, groups_ptr, 0, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
+    values = _load_values(row_ptr, groups_ptr, 0, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
     if has_top_k:
         kth = _search(
             low, top_k.to(tl.float32), highest, values, row_ptr, groups_ptr, num_groups, temperature, vocab_size,
-            False, LANES, MEMBERS, BLOCK_G,
+            False, NUM_BOUNDS, LANES, MEMBERS, BLOCK_G,
         )  # fmt: skip
         threshold = tl.maximum(threshold, kth)
         low = _to_key(threshold) - 1
     if top_p < 1:
         if has_top_k | (min_p > 0):  # of what is left
-            bound = _to_value(low)
-            total = _sum_above(values, bound, highest, True)
-            for start in range(BLOCK_G, num_groups, BLOCK_G):
-                more = _load_groups(
-                    row_ptr, groups_ptr, start, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G
-                )
-                total += _sum_above(more, bound, highest, True)
+            left = _sum_above(
+                tl.full([NUM_BOUNDS], 0.0, tl.float32) + _to_value(low), highest, values, row_ptr, groups_ptr,
+                num_groups, temperature, vocab_size, True, LANES, MEMBERS, BLOCK_G,
+            )  # fmt: skip
+            total = tl.max(left, 0)
         edge = _search(
             low, top_p * total, highest, values, row_ptr, groups_ptr, num_groups, temperature, vocab_size,
-            True, LANES, MEMBERS, BLOCK_G,
+            True, NUM_BOUNDS, LANES, MEMBERS, BLOCK_G,
         )  # fmt: skip
         threshold = tl.maximum(threshold, edge)
     tl.store(threshold_ptr + tl.program_id(0), threshold)
@@ -258,7 +287,7 @@ def _apply_kernel(
     stride_position: int,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Divide, and cut off, one part (axis 1) of one position of one row (axis 0)."""
+    """Divide one position of one row (axis 0), and cut it off, in every n-th part of the vocabulary (axis 1)."""
     row, position = tl.program_id(0) // num_positions, tl.program_id(0) % num_positions
     slot = tl.load(slots_ptr + row)
     temperature = tl.load(temperature_ptr + slot)
@@ -266,10 +295,11 @@ def _apply_kernel(
     if (temperature == 0) | ((temperature == 1) & ~is_cut):
         return
     threshold = tl.load(threshold_ptr + tl.program_id(0), mask=is_cut, other=float("-inf"))
-    token_id = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    pointer = logits_ptr + row.to(tl.int64) * stride_row + position * stride_position + token_id
-    values = tl.math.div_rn(tl.load(pointer, mask=token_id < vocab_size, other=0.0), temperature)
-    tl.store(pointer, tl.where(values < threshold, float("-inf"), values), mask=token_id < vocab_size)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride_row + position * stride_position
+    for start in range(tl.program_id(1) * BLOCK_V, vocab_size, tl.num_programs(1) * BLOCK_V):
+        token_id = start + tl.arange(0, BLOCK_V)
+        values = tl.math.div_rn(tl.load(row_ptr + token_id, mask=token_id < vocab_size, other=0.0), temperature)
+        tl.store(row_ptr + token_id, tl.where(values < threshold, float("-inf"), values), mask=token_id < vocab_size)
 
 
 @torch.library.custom_op("outrider::truncate", mutates_args=("logits",))
@@ -304,13 +334,15 @@ def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, 
     if num_all == 0:
         return
     num_parts = ceil_div(vocab_size, LANES * MEMBERS)
-    shape = (num_all, num_parts * LANES)
-    highest, mass = (torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(2))
-    groups = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    num_groups = num_parts * LANES
+    highest, mass = (torch.empty(num_all, num_groups, dtype=torch.float32, device=logits.device) for _ in range(2))
+    groups = torch.empty(num_all, num_groups, dtype=torch.int32, device=logits.device)
     threshold = torch.empty(num_all, dtype=torch.float32, device=logits.device)
     sizes = (num_positions, vocab_size, logits.stride(0), logits.stride(1))
     tile = {"LANES": LANES, "MEMBERS": MEMBERS}
-    _survey_kernel[(num_all, num_parts)](logits, slots, *columns, highest, mass, *sizes, **tile)
+    wanted = ceil_div(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(logits.device), num_all)
+    grid = (num_all, min(wanted, num_parts))
+    _survey_kernel[grid](logits, slots, *columns, highest, mass, *sizes, num_parts, **tile)
     _search_kernel[(num_all,)](
         logits,
         slots,
@@ -320,14 +352,15 @@ def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, 
         groups,
         threshold,
         *sizes,
-        shape[1],
-        BLOCK_L=next_power_of_2(shape[1]),
+        num_parts,
+        BLOCK_L=next_power_of_2(num_groups),
+        NUM_BOUNDS=NUM_BOUNDS,
         NUM_BOUND_STEPS=NUM_BOUND_STEPS,
         BLOCK_G=BLOCK_G,
         **tile,
         num_warps=8,
     )
-    _apply_kernel[(num_all, num_parts)](logits, slots, *columns, threshold, *sizes, BLOCK_V=LANES * MEMBERS)
+    _apply_kernel[grid](logits, slots, *columns, threshold, *sizes, BLOCK_V=LANES * MEMBERS)
 
 
 @truncate.register_fake
