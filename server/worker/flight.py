@@ -29,7 +29,7 @@ class _Buffer:
         if device.type != "cpu":
             self.image = torch.empty(nbytes, dtype=torch.uint8, device=device) if image is None else image
         self._bytes = self.host.numpy()
-        self.num_used = 0
+        self.num_kept = self.num_used = 0
 
     def put(self, values: Values, dtype: torch.dtype) -> Tensor | None:
         """See Flight.put; None if there is no room."""
@@ -42,10 +42,10 @@ class _Buffer:
         return self.image[begin:end].view(dtype)
 
     def send(self) -> None:
-        """Copy what was put to the device."""
-        if self.image is not self.host and self.num_used:
-            end = min(self.num_used, len(self._bytes))
-            self.image[:end].copy_(self.host[:end], non_blocking=True)
+        """Copy what was put behind what is kept to the device."""
+        begin, end = self.num_kept, min(self.num_used, len(self._bytes))
+        if self.image is not self.host and begin < end:
+            self.image[begin:end].copy_(self.host[begin:end], non_blocking=True)
 
 
 class Flight:
@@ -61,8 +61,17 @@ class Flight:
 
     def reset(self) -> None:
         """Begin another step."""
-        self._buffer.num_used = 0
+        self.keep(0)
         self._overflow.clear()
+
+    def keep(self, nbytes: int) -> None:
+        """Leave the beginning of the device buffer as the last flight left it, and put behind it."""
+        self._buffer.num_kept = self._buffer.num_used = nbytes
+
+    @property
+    def num_put(self) -> int:
+        """Bytes of the device buffer that are in use so far."""
+        return self._buffer.num_used
 
     def put(self, values: Values, dtype: torch.dtype = torch.int64) -> Tensor:
         """Add host values, int32, int64 or float32.

@@ -1,7 +1,7 @@
 """A launched step's outcome: device tensors on their way to the host, then plain values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -108,4 +108,4 @@ class StepHandle:
     def _with_prompt_logprobs(self, result: RowResult, row: PlanRow, tensors: LogprobTensors) -> RowResult:
         assert row.num_prompt_logprobs is not None
         positions = tensors.positions(0, tensors.chosen_ids.shape[0], row.num_prompt_logprobs)
-        return replace(result, prompt_logprobs=positions)
+        return result._replace(prompt_logprobs=positions)

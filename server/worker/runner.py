@@ -1,7 +1,10 @@
 """Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +15,7 @@ from server.model.head import LMHead
 from server.plan import StepPlan, StepResult
 from server.worker.batch import BatchState
 from server.worker.buckets import Bucket, Buckets
-from server.worker.flight import Flights
+from server.worker.flight import Flight, Flights
 from server.worker.generation import NUM_COLUMNS, Generation
 from server.worker.graphs import StepGraphs
 from server.worker.logits import LogitsProcessor
@@ -25,6 +28,20 @@ from server.worker.transfer import Transfer
 
 MIN_UPLOAD_NBYTES = 1 << 20
 """Room for a step's uploads besides the longest prompt; what does not fit takes memory of its own."""
+
+
+_LAYOUT_KEY = attrgetter("slot", "seq_id", "epoch", "num_query", "num_drafts", "is_sampling")
+"""What the layout of a captured step depends on in a row; which tokens it is about, the device knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A step's layout and the bytes it takes in the device buffer. Reusable are those of captured steps."""
+
+    key: list[Any]
+    inputs: StepInputs
+    nbytes: int
+    is_reusable: bool
 
 
 class Runner:
@@ -60,6 +77,7 @@ class Runner:
         num_results = num_slots * (2 + NUM_COLUMNS + max_drafts)
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}
+        self._standing: _Layout | None = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -68,12 +86,27 @@ class Runner:
             self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
         flight = self._flights.begin()
-        inputs = lay_out(plan.rows, self.slots, self._buckets, flight)
+        standing = self._lay_out(plan, flight)
+        inputs = standing.inputs
         changes = self.batch.stage(plan.starts, plan.rows, flight)
+        self._standing = None
         flight.send()
+        self._standing = standing
         self.batch.apply(changes)
         outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
         return StepHandle(inputs, outputs, flight, self._transfer)
+
+    def _lay_out(self, plan: StepPlan, flight: Flight) -> _Layout:
+        """The layout of a plan; the last step's, which the device still has, if it decodes the same rows again."""
+        if self._graphs is None:
+            return _Layout([], lay_out(plan.rows, self.slots, self._buckets, flight), 0, is_reusable=False)
+        last, key = self._standing, list(map(_LAYOUT_KEY, plan.rows))
+        if last is not None and last.is_reusable and not plan.starts and key == last.key:
+            flight.keep(last.nbytes)
+            return last
+        inputs = lay_out(plan.rows, self.slots, self._buckets, flight)
+        is_captured = inputs.sampling is not None and inputs.sampling.is_captured
+        return _Layout(key, inputs, flight.num_put, is_captured)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:

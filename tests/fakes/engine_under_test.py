@@ -1,6 +1,7 @@
 """The real engine on a real model, for tests that look at tokens; no network in between."""
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -28,6 +29,8 @@ from server.preprocess import TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 
 _Result = TypeVar("_Result")
+IS_EAGER = "OUTRIDER_TEST_EAGER" in os.environ
+"""Whether engines run with --enforce-eager unless a test says otherwise; read before settings are cleared."""
 Prompt = str | Sequence[int]
 
 
@@ -173,6 +176,7 @@ def engine_on(
     defaults: dict[str, object] = {
         "device": device,
         "dtype": "float32",
+        "enforce_eager": IS_EAGER,
         "kv_cache_memory_bytes": 4 << 20,
         "block_size": 16,
         "speculative_config": ngram(proposer.num_speculative_tokens) if proposer else None,

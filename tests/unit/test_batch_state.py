@@ -1,6 +1,5 @@
 """The batch's tensors, and how a plan is laid out over them."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,9 +59,9 @@ def test_blocks_are_appended_behind_those_a_slot_has(device_name: str) -> None:
     starts = [start(0, [1, 2], block_ids=(3,)), start(1, [1, 2], block_ids=(4, 5))]
     batch = batch_of(starts, device_name)
     rows = [decode_row(0, 2, 0), decode_row(1, 2, 0)]
-    with_blocks = [replace(row, new_block_ids=new) for row, new in zip(rows, [(8, 9), ()], strict=True)]
+    with_blocks = [row._replace(new_block_ids=new) for row, new in zip(rows, [(8, 9), ()], strict=True)]
     change(batch, rows=with_blocks)
-    change(batch, rows=[replace(rows[1], new_block_ids=(7,))])
+    change(batch, rows=[rows[1]._replace(new_block_ids=(7,))])
     change(batch, rows=rows)
     assert batch.block_table[:2].tolist() == [[3, 8, 9, 0], [4, 5, 7, 0]]
 

@@ -1,0 +1,92 @@
+"""Scheduler and runner on a real model, stepped in one thread: every run of it is the same."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from proposers.base import Proposer
+from proposers.ngram import NgramProposer
+from server.config import ModelConfig, SchedulerConfig
+from server.kv.block_pool import BlockPool
+from server.model.head import LMHead
+from server.model.loader import load_model
+from server.plan import StepPlan
+from server.request import Request
+from server.scheduler.outputs import SequenceOutput
+from server.scheduler.scheduler import Scheduler
+from server.worker.kv_tensors import KVGeometry, allocate_kv
+from server.worker.runner import Runner
+from tests.fakes.core import model_info
+
+
+class Stepping:
+    """Plans, launches and settles as the engine's step thread does."""
+
+    def __init__(
+        self,
+        model: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        k: int = 0,
+        depth: int = 0,
+        capture: Sequence[int] = (),
+        max_tokens: int = 128,
+        block_size: int = 16,
+        proposer: Proposer | None = None,
+        load_format: Any = "auto",
+        **scheduling: Any,
+    ) -> None:
+        """Args: k: drafts by n-gram lookup unless there is a `proposer`. capture: batch sizes to capture."""
+        loaded = load_model(ModelConfig(model=str(model), load_format=load_format), device, dtype)
+        geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, block_size, dtype)
+        config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduling})
+        num_blocks = 1 + config.max_num_seqs * (-(-max_tokens // block_size))
+        if proposer is None and k:
+            proposer = NgramProposer(k, 1, 3, takes_last=False)
+        self.depth = depth
+        self.head = LMHead.of(loaded.model, loaded.config)
+        self.model = loaded.model
+        self.runner = Runner(
+            loaded.model,
+            self.head,
+            allocate_kv(geometry, num_blocks, device),
+            num_slots=config.max_num_seqs,
+            max_tokens=max_tokens,
+            proposer=proposer,
+        )
+        info = model_info(block_size=block_size, num_blocks=num_blocks - 1, max_drafts=k)
+        self.scheduler = Scheduler(
+            config, info, BlockPool(num_blocks), enable_prefix_caching=False, clock=time.monotonic
+        )
+        self.outputs: list[SequenceOutput] = []
+        self._in_flight: deque[Any] = deque()
+        if capture:
+            self.runner.capture(capture)
+
+    def step(self) -> StepPlan | None:
+        """Launch the next step and settle what is then too many; everything if there is none to launch."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan))
+        while len(self._in_flight) > (0 if plan is None else self.depth):
+            self.scheduler.update(self.runner.settle(self._in_flight.popleft()))
+        self.outputs += self.scheduler.take_outputs()
+        return plan
+
+    def generate(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Run requests to their ends; at once, but as many as there are seats. Returns: their tokens, in order."""
+        for request in requests:
+            self.scheduler.add(request)
+        self.outputs.clear()
+        while self.scheduler.has_requests:
+            self.step()
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        for output in self.outputs:
+            assert output.failure is None, output.error
+            tokens[output.request_id] += output.token_ids
+        return list(tokens.values())

@@ -1,0 +1,155 @@
+"""How long a decoding step takes on this GPU, and how much of it is the host's.
+
+`python -m tests.gpu.time_step [--shape 8b|135m] [--batches 1,8,64] [--context 512] [--drafts K] [--eager]`,
+from the repository root. Weights are random. Times are medians over steps at pipeline depth 1.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from server.request import Request, SamplingParams
+from server.worker.buckets import batch_sizes
+from tests.fakes.stepping import Stepping
+
+DEVICE = torch.device("cuda", 0)
+SHAPES = {
+    "8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        architectures=["LlamaForCausalLM"],
+    ),
+    "135m": LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    ),
+}
+NUM_STEPS = 200
+WARM_UP_STEPS = 20
+
+
+class Stopwatch:
+    """Times of each part of a step on the host, in microseconds."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def watch(self, name: str, function: Any) -> Callable[..., Any]:
+        """The function, timed."""
+        times = self.times.setdefault(name, [])
+
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args)
+            times.append((time.perf_counter() - started) * 1e6)
+            return result
+
+        return timed
+
+    def median(self, name: str) -> float:
+        """Over the steps since the warm-up."""
+        return statistics.median(self.times[name][WARM_UP_STEPS:])
+
+
+def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams) -> None:
+    """Print the times of a batch size."""
+    prompt = [(7 * i) % 1000 + 3 for i in range(context)]
+    for i in range(batch):
+        stepping.scheduler.add(Request(request_id=f"{batch}-{i}", prompt_token_ids=(i + 3, *prompt), sampling=params))
+    while stepping.scheduler.statistics().num_waiting:
+        stepping.step()
+    for _ in range(4):
+        stepping.step()
+    watch, originals = Stopwatch(), (stepping.scheduler.schedule, stepping.scheduler.update, stepping.runner.launch)
+    scheduler, runner = stepping.scheduler, stepping.runner
+    scheduler.schedule, scheduler.update, runner.launch = (  # type: ignore[method-assign]
+        watch.watch(name, function) for name, function in zip(("schedule", "update", "launch"), originals, strict=True)
+    )
+    settle = runner.settle
+
+    def settled(handle: Any) -> Any:
+        handle.flight.results()  # what waits for the device is not the host's work
+        return watch.watch("settle", settle)(handle)
+
+    runner.settle = settled  # type: ignore[method-assign]
+    step = watch.watch("step", stepping.step)
+    for _ in range(NUM_STEPS):
+        assert step() is not None
+    torch.cuda.synchronize()
+    scheduler.schedule, scheduler.update, runner.launch = originals  # type: ignore[method-assign]
+    runner.settle = settle  # type: ignore[method-assign]
+    host = watch.median("launch") + watch.median("settle")
+    print(
+        f"batch {batch:3}: step {watch.median('step') / 1e3:7.3f} ms; host {host:6.0f} us "
+        f"(launch {watch.median('launch'):5.0f}, settle {watch.median('settle'):5.0f}); "
+        f"scheduler {watch.median('schedule') + watch.median('update'):5.0f} us"
+    )
+    for i in range(batch):
+        stepping.scheduler.abort(f"{batch}-{i}")
+    while stepping.scheduler.has_requests:
+        stepping.step()
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--drafts", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--eager", action="store_true")
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.context * 6, ignore_eos=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[args.shape].save_pretrained(folder)
+        started = time.perf_counter()
+        stepping = Stepping(
+            Path(folder),
+            DEVICE,
+            torch.bfloat16,
+            k=args.drafts,
+            depth=1,
+            max_tokens=8192 if max(batches) <= 64 else 2048,
+            block_size=32,
+            load_format="dummy",
+            max_num_seqs=max(batches),
+        )
+        torch.cuda.synchronize()
+        print(f"{args.shape}: built in {time.perf_counter() - started:.1f} s")
+        if not args.eager:
+            before, _ = torch.cuda.mem_get_info()
+            started = time.perf_counter()
+            stepping.runner.capture(batch_sizes(max(batches)))
+            torch.cuda.synchronize()
+            nbytes = before - torch.cuda.mem_get_info()[0]
+            print(f"captured {batch_sizes(max(batches))} in {time.perf_counter() - started:.1f} s, {nbytes >> 20} MiB")
+        for batch in batches:
+            measure(stepping, batch, args.context, params)
+
+
+if __name__ == "__main__":
+    main()
