@@ -115,7 +115,7 @@ def _contests(args: argparse.Namespace) -> Iterator[Contest]:
 
 
 def _run(contest: Contest, args: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    name = contest.name.partition(",")[0].replace(" ", "-")
+    name = contest.name.replace(",", "").replace(" ", "-")
     with ExitStack() as stack:
         # One loads at a time: a peer that tunes itself while loading must have the machine for itself.
         server = OutriderServer(args.model, contest.settings, logs / f"server-for-{name}.log")

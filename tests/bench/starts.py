@@ -15,7 +15,8 @@ def measure_starts(model: str, settings: Sequence[str], count: int, logs: Path) 
     What is built or compiled before SERVING is their difference: with `--compile wait` that is all
     of it. The model's own files are not fetched here, and the page cache knows them.
     """
-    cold_s, warm_s = [], []
+    cold_s: list[float] = []
+    warm_s: list[float] = []
     for number in range(count):
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
             # Where programs keep caches: ours by XDG_CACHE_HOME, inductor's and triton's by the others.
