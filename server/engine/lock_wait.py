@@ -4,8 +4,8 @@ CPython does not say, so it is found by subtraction. A thread is running (its CP
 that), runnable without a core (Linux counts that, too), or asleep; and a step has nothing else to
 sleep for than the lock: it computes on this thread, and CUDA's events are waited for by spinning.
 What else may sleep is counted along, which makes this an upper bound: mainly operators of several
-threads, when one of those is kept from its core for longer than the others spin. With one thread
-and nothing else in Python the bound stays at about 1% of a step.
+threads, when one of those is kept from its core for longer than the others spin. With nobody else
+in Python the bound stays at 1% of a step with one thread, at 2 to 5% with two on two cores.
 
 Timing a release of the lock, such as time.sleep(0), was the other way. It measures one release of
 the dozens in a step, and gives the lock away once more to do so; reading clocks does neither.
