@@ -19,7 +19,9 @@ from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
+from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
+from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import attention_inputs
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -37,7 +39,7 @@ def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, 
 
 
 def launch_all() -> None:
-    """Each kernel once, attention in its two forms."""
+    """Each kernel at least once."""
     for num_query, options in ((2, {"sliding_window": 9, "softcap": 2.0}), (40, {})):
         inputs = attention_inputs(
             [(500, num_query)], heads=4, kv_heads=2, head_dim=64, block_size=16, device="cpu", dtype=torch.bfloat16
@@ -56,6 +58,8 @@ def launch_all() -> None:
     for num_tokens in (2, 300):
         invariant_linear(weight[:1].expand(num_tokens, -1), weight, weight[0, :64])
     invariant_mean(key)
+    for method, drafter in ((Method.STANDARD, "full"), (Method.BLOCK, "reduced")):
+        verify_drafts(**draft_inputs(2, 3, 5000, drafter, "cpu", torch.bfloat16), method=method)
     truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
-from server.kernels import reference
+from server.kernels import reference, rejection_reference
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.invariant_linear import invariant_linear
 from server.kernels.invariant_mean import invariant_mean
@@ -24,8 +24,11 @@ from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
+from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
 from server.worker.noise import Stream, gumbel
+from tests.fakes.drafted_chain import assert_drawn_from, chain, generate
+from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
 from tests.fakes.truncation import check_truncated
 
@@ -335,6 +338,40 @@ def test_broken_rows_do_not_hang_and_can_be_told() -> None:
     assert (logits == -torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("drafter", ["one-hot", "full", "reduced"])
+@pytest.mark.parametrize("vocab_size", [49_152, 128_256])
+@pytest.mark.parametrize("method", Method)
+def test_verification_equals_the_twin(method: Method, vocab_size: int, drafter: str, dtype: torch.dtype) -> None:
+    inputs = draft_inputs(64, 5, vocab_size, drafter, DEVICE, dtype)
+    inputs |= {"method": method, "rates": torch.linspace(0.9, 0.3, 5, device=DEVICE)}
+    inputs["target_logits"][7] = torch.nan
+    kept, weights = verify_drafts(**inputs)
+    expected, expected_weights = rejection_reference.verify_drafts(**inputs)
+    is_same = kept == expected  # a coin may fall on a sum's last bit
+    assert is_same.sum() >= 63
+    assert kept[7] == 0 or method == Method.SYNTHETIC
+    is_same[7] = False
+    torch.testing.assert_close(weights[is_same].exp(), expected_weights[is_same].exp(), rtol=1e-3, atol=1e-6)
+    assert ((weights == -torch.inf) == (expected_weights == -torch.inf))[is_same].all()
+    again = verify_drafts(**inputs)
+    assert torch.equal(again[0], kept)
+    assert torch.equal(again[1][is_same], weights[is_same]), "a race"
+
+
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_verification_keeps_the_distribution(method: Method) -> None:
+    p, q = chain(1, DEVICE), chain(2, DEVICE)
+
+    def verify(*args: Tensor) -> tuple[Tensor, Tensor]:
+        kept, weights = verify_drafts(*args[:4], method, args[4])
+        return kept, weights
+
+    tokens, kept = generate(p, q, 3, 200_000, verify)
+    assert_drawn_from(p, tokens)
+    assert kept.sum() > 20_000
+
+
 @pytest.mark.parametrize("takes_last", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_lookup_equals_the_proposer(num_rows: int, takes_last: bool) -> None:
@@ -378,6 +415,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
     processed, counts = torch.empty_like(logits), torch.zeros(4, 50_000, dtype=torch.int32, device=DEVICE)
     penalties, truncation = penalty_rows(4, 6), truncation_rows(16)
     truncation = (truncation[0][12:], *truncation[1:])
+    drafts, kept = draft_inputs(4, 5, 50_000, "full", DEVICE, torch.float32), texts.slots.new_zeros(4)
     weight = torch.randn(1024, 128, device=DEVICE, dtype=torch.bfloat16)
     products = torch.empty(24, 8, 1024, device=DEVICE, dtype=torch.bfloat16)
 
@@ -388,6 +426,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
         drafted.copy_(lookup(texts, takes_last=False)[0])
         penalise(processed.copy_(logits), *penalties, counts)
         truncate(processed, *truncation)
+        kept.copy_(verify_drafts(**drafts, method=Method.BLOCK)[0])
         products.copy_(invariant_linear(key, weight) * invariant_mean(key))
 
     step()
@@ -397,7 +436,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    results = [layer, out, chosen, drafted, processed, products]
+    results = [layer, out, chosen, drafted, processed, products, kept]
     eager = [x.clone() for x in results]
     graph = replayed(step)
     for x in results:

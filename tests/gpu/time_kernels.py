@@ -22,15 +22,17 @@ from triton.runtime.errors import OutOfResources
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
-from server.kernels import reference
+from server.kernels import reference, rejection_reference
 from server.kernels.attention_tiling import Tiling
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
+from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
 from server.worker.noise import Stream, gumbel
+from tests.fakes.drafts import draft_inputs
 
 BYTES_PER_US = 4.26e6
 """An H200's copy bandwidth, bytes read plus written."""
@@ -296,6 +298,20 @@ def time_truncation() -> None:
         )
 
 
+def time_verification() -> None:
+    """Five drafts each, with a whole distribution or without; logits read once, weights written once."""
+    for num_rows, drafter in itertools.product((1, 64), ("one-hot", "full")):
+        inputs = draft_inputs(num_rows, 5, 128_256, drafter, DEVICE, torch.float32)
+        nbytes = 4 * num_rows * 128_256 * (7 + 5 * (drafter == "full"))
+        times = {
+            method: time_us([lambda inputs=inputs, method=method: verify_drafts(**inputs, method=method)] * 2)  # type: ignore[misc]
+            for method in (Method.STANDARD, Method.BLOCK)
+        }
+        twin = time_us([lambda inputs=inputs: rejection_reference.verify_drafts(**inputs, method=Method.STANDARD)] * 2)  # type: ignore[misc]
+        label = f"verification {num_rows} x 5 x 128256 {drafter}"
+        report(label, times[Method.STANDARD], nbytes, block=times[Method.BLOCK], torch=twin)
+
+
 def forced(name: str, choice: object) -> AbstractContextManager[object]:
     """Attention with a given tiling or number of splits."""
     return patch.object(attention_module, name, lambda *_: choice)
@@ -341,6 +357,7 @@ TABLES = {
     "lookup": time_lookup,
     "penalties": time_penalties,
     "truncation": time_truncation,
+    "verification": time_verification,
 }
 SWEEPS = {"decode": sweep_decode, "prompt": sweep_prompt}
 
