@@ -8,7 +8,7 @@ import torch
 
 _COPY_NBYTES = 512 << 20
 """Beyond every cache; two of these are allocated."""
-_NUM_COPIES, _NUM_TRIES = 10, 3
+_NUM_COPIES, _NUM_TRIES = 5, 10
 
 
 def device_name(device: str) -> str:
@@ -24,7 +24,7 @@ def device_name(device: str) -> str:
 
 
 def copy_bandwidth(device: str, nbytes: int = _COPY_NBYTES) -> float:
-    """Bytes read and written per second by a copy of `nbytes` bytes, the best of several tries.
+    """Bytes read and written per second by a copy of `nbytes` bytes, the best of ten tries.
 
     On the CPU with as many threads as torch uses; a step that only reads may be a little faster there.
     """
