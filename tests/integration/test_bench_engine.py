@@ -1,12 +1,14 @@
 """`outrider bench engine` on the tiny model, from its arguments to its report."""
 
 import json
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from server.cli import main
+from server.commands.bench_device import copy_bandwidth
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", "1MiB", "--input-len", "8", "--output-len", "6", "--repeat", "2")
@@ -18,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def bench(*arguments: str) -> int:
-    with patch("server.commands.bench_device._COPY_NBYTES", 1 << 20):
+    with patch("server.commands.bench_device.copy_bandwidth", partial(copy_bandwidth, nbytes=1 << 20)):
         return main(["bench", "engine", *SMALL, *arguments])
 
 
