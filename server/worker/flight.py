@@ -101,12 +101,11 @@ class Flight:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def results(self) -> list[int]:
-        """What `bring_back` brought; waits for the device."""
+    def results(self) -> npt.NDArray[np.int64]:
+        """What `bring_back` brought, until the flight begins again; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
-        values: list[int] = self._results[: self._num_results].tolist()
-        return values
+        return self._results.numpy()[: self._num_results]
 
 
 class Flights:

@@ -21,9 +21,9 @@ class Generated:
     """What the sampling rows brought, M of them, with Q positions each.
 
     Attributes:
-        columns: to be brought back to the host, in this order: [M] each, num_accepted, num_drafted,
-            num_next_drafts, is_broken (NaN or infinite where it matters), is_empty (no token left to choose); then
-            [M * Q], token ids, of which a row's first 1 + num_accepted count.
+        columns: int64, to be brought back to the host, in this order: [M] each, num_accepted, num_drafted and
+            num_next_drafts; then [M * Q] each, token ids and the bits of their scores as float64. Of a row's Q the
+            first 1 + num_accepted count.
         logprobs: Q positions for each row that reports, in order.
         failures: by index of a row, what its logits processing raised.
     """
@@ -33,7 +33,7 @@ class Generated:
     failures: Mapping[int, str]
 
 
-NUM_COLUMNS = 5
+NUM_COUNTS = 3
 """Columns of [M] in Generated."""
 
 
@@ -56,6 +56,8 @@ class Generation:
         self._sampler = Sampler(batch)
         self._proposer = proposer
         self._max_tokens = max_tokens
+        max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
+        self._offsets = torch.arange(1 + max_drafts, device=batch.num_tokens.device)
 
     def generate(self, sampling: SamplingRows, hidden: Tensor) -> Generated:
         """Args: hidden: [T, hidden] of all flat tokens."""
@@ -69,23 +71,18 @@ class Generation:
             num_accepted = num_drafted = torch.zeros_like(slots)
             end, next_ids = num_tokens, token_ids[:, 0]
         else:
-            offsets = torch.arange(sampling.num_positions, device=slots.device)
-            drafts = batch.token_ids[slots[:, None], num_tokens[:, None] + offsets[:-1]]
+            ahead = self._offsets[: sampling.num_positions - 1]
+            drafts = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
             num_drafted = torch.minimum(batch.num_drafts[slots], sampling.max_drafts)
             num_accepted = count_accepted(drafts, num_drafted, token_ids)
             end, next_ids = num_tokens + num_accepted, token_ids.gather(1, num_accepted[:, None])[:, 0]
-            # What comes after the next token was computed in vain, NaN or not.
-            scores = scores.masked_fill(offsets > num_accepted[:, None], 0.0)
-        is_broken, is_empty = ~(scores < torch.inf), scores == -torch.inf
-        if sampling.num_positions > 1:
-            is_broken, is_empty = is_broken.any(-1), is_empty.any(-1)
         batch.token_ids[slots, end] = next_ids.int()
         batch.num_tokens[slots] = end + sampling.num_new
         batch.num_computed[slots] = end
         num_next_drafts = self._draft(sampling)
-        columns = (num_accepted, num_drafted, num_next_drafts, is_broken.view(-1), is_empty.view(-1))
+        score_bits = scores.double().view(torch.int64)
         return Generated(
-            columns=(*columns, token_ids.view(-1)),
+            columns=(num_accepted, num_drafted, num_next_drafts, token_ids.view(-1), score_bits.view(-1)),
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
             failures=failures,
         )
@@ -108,7 +105,7 @@ class Generation:
         draft = self._proposer.propose(
             ProposeInput(batch.token_ids, slots, num_tokens, batch.max_drafts[slots], max_num_tokens=bound)
         )
-        ahead = num_tokens[:, None] + torch.arange(draft.ids.shape[1], device=slots.device)
+        ahead = num_tokens[:, None] + self._offsets[: draft.ids.shape[1]]
         batch.token_ids[slots[:, None], ahead] = draft.ids.clamp(min=0)  # padding is never read, but must be an index
         num_drafts = draft.counts.long()
         batch.num_drafts[slots] = num_drafts

@@ -1,15 +1,17 @@
 """A launched step's outcome: device tensors on their way to the host, then plain values."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from server.engine.protocol import PositionLogprobs
 from server.plan import PlanRow, RowResult, StepResult
 from server.worker.flight import Flight
-from server.worker.generation import NUM_COLUMNS, Generated
+from server.worker.generation import NUM_COUNTS, Generated
 from server.worker.logprobs import LogprobTensors
 from server.worker.step_inputs import SamplingRows, StepInputs
 from server.worker.transfer import Transfer
@@ -67,36 +69,39 @@ class StepHandle:
             return StepResult(tuple(self._sampled(sampling, values)))
         sampled = iter(()) if sampling is None else iter(self._sampled(sampling, values[len(rows) :]))
         results: list[RowResult] = []
-        for i, row in enumerate(rows):
+        for i, (row, is_broken) in enumerate(zip(rows, values[: len(rows)].tolist(), strict=True)):
             result = next(sampled) if row.is_sampling else RowResult(row.seq_id, row.epoch)
-            if values[i]:
+            if is_broken:
                 result = RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
             elif i in self._prompt_logprobs and result.error is None:
                 result = self._with_prompt_logprobs(result, row, self._prompt_logprobs[i])
             results.append(result)
         return StepResult(tuple(results))
 
-    def _sampled(self, sampling: SamplingRows, values: Sequence[int]) -> list[RowResult]:
+    def _sampled(self, sampling: SamplingRows, values: npt.NDArray[np.int64]) -> list[RowResult]:
         """The results of the sampling rows, in order; padding behind them is dropped."""
         num_rows, width = sampling.slots.shape[0], sampling.num_positions
-        columns = [values[i * num_rows : (i + 1) * num_rows] for i in range(NUM_COLUMNS)]
-        token_ids = values[NUM_COLUMNS * num_rows :]
+        counts = values[: NUM_COUNTS * num_rows].reshape(NUM_COUNTS, num_rows).tolist()
+        token_ids, score_bits = values[NUM_COUNTS * num_rows :].reshape(2, -1)
+        ids, scores = token_ids.tolist(), score_bits.view(np.float64)
+        is_fine = bool(np.isfinite(scores[: len(sampling.rows) * width]).all()) and not self._failures
         results: list[RowResult] = []
-        for i, (row, accepted, drafted, next_drafts, is_broken, is_empty) in enumerate(
-            zip(sampling.rows, *columns, strict=False)
-        ):
-            if i in self._failures:
-                result = RowResult(row.seq_id, row.epoch, error=self._failures[i])
-            elif is_broken:
-                result = RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
-            elif is_empty:
-                result = RowResult(row.seq_id, row.epoch, error=NO_TOKEN_LEFT, is_refusal=True)
-            else:
-                kept = tuple(token_ids[i * width : i * width + accepted + 1])
-                logprobs = self._chosen_logprobs(sampling, i, accepted + 1) if self._logprobs is not None else ()
-                result = RowResult(row.seq_id, row.epoch, kept, drafted, next_drafts, logprobs)
-            results.append(result)
+        for i, (row, accepted, drafted, next_drafts) in enumerate(zip(sampling.rows, *counts, strict=False)):
+            used = slice(i * width, i * width + accepted + 1)
+            failed = None if is_fine else self._failed(row, i, scores[used])
+            logprobs = () if self._logprobs is None else self._chosen_logprobs(sampling, i, accepted + 1)
+            results.append(failed or RowResult(row.seq_id, row.epoch, tuple(ids[used]), drafted, next_drafts, logprobs))
         return results
+
+    def _failed(self, row: PlanRow, index: int, scores: npt.NDArray[np.float64]) -> RowResult | None:
+        """The result of a row without usable tokens; None if it is fine. Scores beyond its tokens do not matter."""
+        if index in self._failures:
+            return RowResult(row.seq_id, row.epoch, error=self._failures[index])
+        if not (scores < np.inf).all():
+            return RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
+        if (scores == -np.inf).any():
+            return RowResult(row.seq_id, row.epoch, error=NO_TOKEN_LEFT, is_refusal=True)
+        return None
 
     def _chosen_logprobs(self, sampling: SamplingRows, index: int, count: int) -> tuple[PositionLogprobs, ...]:
         num_top = sampling.infos[index].params.logprobs

@@ -16,7 +16,7 @@ from server.plan import StepPlan, StepResult
 from server.worker.batch import BatchState
 from server.worker.buckets import Bucket, Buckets
 from server.worker.flight import Flight, Flights
-from server.worker.generation import NUM_COLUMNS, Generation
+from server.worker.generation import NUM_COUNTS, Generation
 from server.worker.graphs import StepGraphs
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, prompt_logprobs
@@ -74,7 +74,7 @@ class Runner:
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._target = Target(model, kv, self.batch)
         self._generation = Generation(self.batch, head, self._logits_processor, proposer, max_tokens)
-        num_results = num_slots * (2 + NUM_COLUMNS + max_drafts)
+        num_results = num_slots * (1 + NUM_COUNTS + 2 * (1 + max_drafts))
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}
         self._standing: _Layout | None = None

@@ -1,7 +1,8 @@
 """How long a decoding step takes on this GPU, and how much of it is the host's.
 
-`python -m tests.gpu.time_step [--shape 8b|135m] [--batches 1,8,64] [--context 512] [--drafts K] [--eager]`,
-from the repository root. Weights are random. Times are medians over steps at pipeline depth 1.
+`python -m tests.gpu.time_step [--shape 8b|135m] [--batches 1,8,64] [--context 512] [--drafts K] [--eager] ...`,
+from the repository root. Weights are random. Times are medians over steps at pipeline depth 1; of the host's parts
+the lower quartile stands beside, because machines are shared.
 """
 
 import argparse
@@ -9,6 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +67,14 @@ class Stopwatch:
 
         return timed
 
-    def median(self, name: str) -> float:
-        """Over the steps since the warm-up."""
-        return statistics.median(self.times[name][WARM_UP_STEPS:])
+    def quantile(self, percent: int, *names: str) -> float:
+        """Of the sum of these parts, over the steps since the warm-up."""
+        sums: list[float] = list(map(sum, zip(*(self.times[name][WARM_UP_STEPS:] for name in names), strict=False)))
+        return statistics.quantiles(sums, n=100)[percent - 1]
+
+    def both(self, *names: str) -> str:
+        """Median and lower quartile."""
+        return f"{self.quantile(50, *names):5.0f} ({self.quantile(25, *names):.0f})"
 
 
 def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams) -> None:
@@ -97,16 +104,32 @@ def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams
     torch.cuda.synchronize()
     scheduler.schedule, scheduler.update, runner.launch = originals  # type: ignore[method-assign]
     runner.settle = settle  # type: ignore[method-assign]
-    host = watch.median("launch") + watch.median("settle")
     print(
-        f"batch {batch:3}: step {watch.median('step') / 1e3:7.3f} ms; host {host:6.0f} us "
-        f"(launch {watch.median('launch'):5.0f}, settle {watch.median('settle'):5.0f}); "
-        f"scheduler {watch.median('schedule') + watch.median('update'):5.0f} us"
+        f"batch {batch:3}: step {watch.quantile(50, 'step') / 1e3:7.3f} ms; host {watch.both('launch', 'settle')} us, "
+        f"launch {watch.both('launch')}, settle {watch.both('settle')}; "
+        f"scheduler {watch.both('schedule', 'update')} us{segments(stepping, batch)}"
     )
     for i in range(batch):
         stepping.scheduler.abort(f"{batch}-{i}")
     while stepping.scheduler.has_requests:
         stepping.step()
+
+
+def segments(stepping: Stepping, batch: int) -> str:
+    """Device times of the captured segments, by replaying them as they stand."""
+    graphs, buckets = stepping.runner._graphs, stepping.runner._buckets
+    bucket = buckets.fit(batch, buckets.max_query)
+    if graphs is None or bucket is None:
+        return ""
+    times = []
+    for replay in (graphs.replay_first, graphs.replay_second):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
+        for event in events:
+            event.record()
+            replay(bucket)
+        torch.cuda.synchronize()
+        times.append(statistics.median(a.elapsed_time(b) for a, b in pairwise(events)))
+    return f"; device {times[0]:.3f} + {times[1]:.3f} ms"
 
 
 def main() -> None:
@@ -118,11 +141,12 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-len", type=int, default=8192)
     parser.add_argument("--eager", action="store_true")
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
     params = SamplingParams(
-        temperature=args.temperature, top_p=args.top_p, max_tokens=args.context * 6, ignore_eos=True
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_len - args.context - 1, ignore_eos=True
     )
     with tempfile.TemporaryDirectory() as folder:
         SHAPES[args.shape].save_pretrained(folder)
@@ -133,7 +157,7 @@ def main() -> None:
             torch.bfloat16,
             k=args.drafts,
             depth=1,
-            max_tokens=8192 if max(batches) <= 64 else 2048,
+            max_tokens=args.max_len,
             block_size=32,
             load_format="dummy",
             max_num_seqs=max(batches),

@@ -45,4 +45,4 @@ def test_results_come_back_however_many_they_are(device_name: str) -> None:
     flight = flight_on(device_name)
     for count in (3, 1000, 0):
         flight.bring_back(torch.arange(count, device=device_name))
-        assert flight.results() == list(range(count))
+        assert flight.results().tolist() == list(range(count))
