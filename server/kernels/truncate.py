@@ -102,7 +102,7 @@ def _sum_above(
     """
     weights = tl.exp(values - highest) if IS_MASS else tl.full(values.shape, 1.0, tl.float32)
     above = tl.where(values[:, None] > bounds[None, :], weights[:, None], 0.0)
-    for start in tl.range(BLOCK_G, num_groups, BLOCK_G, num_stages=3):
+    for start in range(BLOCK_G, num_groups, BLOCK_G):
         more = _load_values(row_ptr, groups_ptr, start, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
         weights = tl.exp(more - highest) if IS_MASS else weights
         above += tl.where(more[:, None] > bounds[None, :], weights[:, None], 0.0)
