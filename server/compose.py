@@ -111,7 +111,7 @@ def build_core(config: Config) -> Core:
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
-        warm_up=partial(warm_up, runner, loaded.model, head, sizes),
+        warm_up=partial(warm_up, runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens),
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)

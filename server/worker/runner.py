@@ -65,6 +65,8 @@ class Runner:
         """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
         max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
         self.kv = kv
+        self.max_tokens = max_tokens
+        self.max_drafts = max_drafts
         self._head = head
         self._transfer = Transfer(kv.device)
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device)

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.errors import ModelError
+from server.kernels import jit
 from server.model.attention import AttentionGroup, AttentionStep
 from server.model.head import LMHead
 from server.plan import PlanRow, SequenceStart, StepPlan
@@ -16,45 +17,79 @@ from server.worker.runner import Runner
 PROMPT_LEN = 4
 
 
-def warm_up(runner: Runner, model: PreTrainedModel, head: LMHead, capture_sizes: Sequence[int]) -> None:
-    """Prefill a prompt, decode a token, compare the head with the model's own logits, capture steps.
+def warm_up(
+    runner: Runner, model: PreTrainedModel, head: LMHead, capture_sizes: Sequence[int], longest_chunk: int
+) -> None:
+    """Prefill a prompt, decode a token, compare the head with the model's own logits; on CUDA load kernels, capture.
 
-    Uses slot 0 and block 1, which nobody has yet and whoever gets them overwrites.
+    Uses slot 0 and the blocks from 1 on, which nobody has yet and whoever gets them overwrites.
 
-    Args: capture_sizes: see Runner.capture; empty where nothing is to be captured.
+    Args:
+        capture_sizes: see Runner.capture; empty where nothing is to be captured.
+        longest_chunk: most tokens in a step.
+
     Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
     """
-    request = Request(request_id="warm-up", prompt_token_ids=(1,) * PROMPT_LEN, sampling=SamplingParams(temperature=0))
+    greedy = SamplingParams(temperature=0)
+    for plan in (_plan(PROMPT_LEN, PROMPT_LEN, greedy), _plan(1, PROMPT_LEN + 1, greedy)):
+        error = runner.settle(runner.launch(plan)).rows[0].error
+        if error is not None:
+            raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
+    _check_head(model, head, runner.kv)
+    if jit.is_available(runner.kv.device):
+        _load_kernels(runner, longest_chunk)
+    if capture_sizes:
+        runner.capture(capture_sizes)
+
+
+def _load_kernels(runner: Runner, longest_chunk: int) -> None:
+    """Run a step of every kind that kernels are compiled for, so that no request waits for a compiler.
+
+    Attention has a variant for each tile size, which follows from the query length, with and without splits, and
+    one for each number of splits, which follows from the context.
+    """
+    block_size = runner.kv.shape[3]
+    longest = min(runner.max_tokens, (runner.kv.shape[0] - 1) * block_size)
+    lengths = [*(1 << i for i in range(8)), longest_chunk]
+    contexts = [1 << i for i in range(7, 13)]
+    shapes = {(min(length, longest), min(bound, longest)) for length in lengths for bound in (length, longest)}
+    shapes |= {(1, min(context, longest)) for context in contexts}
+    everything = SamplingParams(
+        temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1
+    )
+    for num_query, context in sorted(shapes):
+        runner.settle(runner.launch(_plan(num_query, context, everything, block_size=block_size)))
+    for num_drafts in range(1, runner.max_drafts + 1):
+        plan = _plan(1 + num_drafts, PROMPT_LEN + num_drafts, everything, num_drafts=num_drafts)
+        runner.settle(runner.launch(plan))
+
+
+def _plan(
+    num_query: int, context: int, sampling: SamplingParams, *, num_drafts: int = 0, block_size: int | None = None
+) -> StepPlan:
+    """One row in slot 0 that computes the last tokens of a context; one block unless their size is given."""
+    request = Request(request_id="warm-up", prompt_token_ids=(1,) * (context - num_drafts), sampling=sampling)
+    num_blocks = 1 if block_size is None else -(-context // block_size)
     start = SequenceStart(
         slot=0,
         request=request,
         key=0,
         token_ids=request.prompt_token_ids,
-        num_prompt=PROMPT_LEN,
-        num_computed=0,
-        block_ids=(1,),
-        num_speculative_tokens=0,
+        num_prompt=len(request.prompt_token_ids),
+        num_computed=context - num_query,
+        block_ids=tuple(range(1, 1 + num_blocks)),
+        num_speculative_tokens=num_drafts,
     )
-    steps = (StepPlan((start,), (_row(PROMPT_LEN, PROMPT_LEN),)), StepPlan((), (_row(1, PROMPT_LEN + 1),)))
-    for plan in steps:
-        error = runner.settle(runner.launch(plan)).rows[0].error
-        if error is not None:
-            raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
-    _check_head(model, head, runner.kv)
-    if capture_sizes:
-        runner.capture(capture_sizes)
-
-
-def _row(num_query: int, context_bound: int) -> PlanRow:
-    return PlanRow(
+    row = PlanRow(
         slot=0,
         seq_id=-1,
         epoch=0,
         num_query=num_query,
-        num_drafts=0,
-        context_bound=context_bound,
+        num_drafts=num_drafts,
+        context_bound=context,
         is_sampling=True,
     )
+    return StepPlan((start,), (row,))
 
 
 @torch.inference_mode()
