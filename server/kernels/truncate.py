@@ -5,7 +5,7 @@ at least `top_p` of the mass at or above it. The threshold is found in three lau
 
 1. Survey: every 32 values make a group, of which the largest value and the mass are noted.
 2. Search: the groups' notes give a lower bound of the threshold that is proven, and few groups, mostly, reach above
-   it. In those the threshold itself is searched, over the bits of its float32.
+   it. Among their values the threshold itself is searched, over the bits of its float32.
 3. Apply: what is below the threshold becomes minus infinity.
 
 A row is treated alike in every batch: its sums have one order, whatever the number of rows.
@@ -79,6 +79,30 @@ def _load_values(
     token_id = group // LANES * (LANES * MEMBERS) + group % LANES + index // BLOCK_G * LANES
     is_value = (place < num_groups) & (token_id < vocab_size)
     return tl.math.div_rn(tl.load(row_ptr + token_id, mask=is_value, other=float("-inf")), temperature)
+
+
+@jit()
+def _store_near(
+    near_ptr: tl.tensor,
+    bound: tl.tensor,
+    row_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    num_groups: tl.tensor,
+    temperature: tl.tensor,
+    vocab_size: int,
+    LANES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+) -> tl.tensor:
+    """Copy the listed values above a bound, the first MEMBERS * BLOCK_G of them. Returns: how many there are."""
+    num_near = tl.full([], 0, tl.int32)
+    for start in range(0, num_groups, BLOCK_G):
+        values = _load_values(row_ptr, groups_ptr, start, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
+        is_near = (values > bound).to(tl.int32)
+        place = num_near + tl.cumsum(is_near, 0) - 1
+        tl.store(near_ptr + place, values, mask=(is_near > 0) & (place < MEMBERS * BLOCK_G))
+        num_near += tl.sum(is_near, 0)
+    return num_near
 
 
 @jit()
@@ -188,6 +212,7 @@ def _search_kernel(
     highest_ptr: tl.tensor,
     mass_ptr: tl.tensor,
     groups_ptr: tl.tensor,
+    near_ptr: tl.tensor,
     threshold_ptr: tl.tensor,
     num_positions: int,
     vocab_size: int,
@@ -250,6 +275,16 @@ def _search_kernel(
     tl.debug_barrier()  # other threads read the list
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row + position * stride_position
     values = _load_values(row_ptr, groups_ptr, 0, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G)
+    if num_groups > BLOCK_G:  # most of their values are below the bound: those above it may still fit into registers
+        near_ptr += tl.program_id(0).to(tl.int64) * (MEMBERS * BLOCK_G)
+        num_near = _store_near(
+            near_ptr, _to_value(low), row_ptr, groups_ptr, num_groups, temperature, vocab_size, LANES, MEMBERS, BLOCK_G
+        )
+        tl.debug_barrier()
+        if num_near <= MEMBERS * BLOCK_G:
+            index = tl.arange(0, MEMBERS * BLOCK_G)
+            values = tl.load(near_ptr + index, mask=index < num_near, other=float("-inf"))
+            num_groups = tl.full([], 0, tl.int32)  # no more of them
     if has_top_k:
         kth = _search(
             low, top_k.to(tl.float32), highest, values, row_ptr, groups_ptr, num_groups, temperature, vocab_size,
@@ -337,6 +372,7 @@ def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, 
     num_groups = num_parts * LANES
     highest, mass = (torch.empty(num_all, num_groups, dtype=torch.float32, device=logits.device) for _ in range(2))
     groups = torch.empty(num_all, num_groups, dtype=torch.int32, device=logits.device)
+    near = torch.empty(num_all, MEMBERS * BLOCK_G, dtype=torch.float32, device=logits.device)
     threshold = torch.empty(num_all, dtype=torch.float32, device=logits.device)
     sizes = (num_positions, vocab_size, logits.stride(0), logits.stride(1))
     tile = {"LANES": LANES, "MEMBERS": MEMBERS}
@@ -350,6 +386,7 @@ def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, 
         highest,
         mass,
         groups,
+        near,
         threshold,
         *sizes,
         num_parts,

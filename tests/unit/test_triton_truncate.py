@@ -75,9 +75,9 @@ def test_ties_are_kept(kernel_device: str, levels: int) -> None:
     check(logits.to(kernel_device), rows)
 
 
-@pytest.mark.parametrize("num_likely", [BLOCK_G - 1, 3 * BLOCK_G])
-def test_flat_rows_reach_into_more_groups_than_registers_hold(kernel_device: str, num_likely: int) -> None:
-    """Likely tokens spread over the groups; many of them needed."""
+@pytest.mark.parametrize("num_likely", [BLOCK_G - 1, 3 * BLOCK_G, BLOCK_G * MEMBERS + 100])
+def test_likely_tokens_of_more_groups_than_registers_hold(kernel_device: str, num_likely: int) -> None:
+    """Spread over the groups, and many of them needed: as many as fit by themselves, and more."""
     logits = logits_of(4, 1, 4 * PART, kernel_device, scale=0.5).clone()
     likely = torch.randperm(4 * PART, generator=torch.Generator().manual_seed(1))[:num_likely].to(kernel_device)
     logits[:, :, likely] += 12
