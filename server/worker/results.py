@@ -1,5 +1,6 @@
 """A launched step's outcome: device tensors on their way to the host, then plain values."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,25 +82,35 @@ class StepHandle:
     def _sampled(self, sampling: SamplingRows, values: npt.NDArray[np.int64]) -> list[RowResult]:
         """The results of the sampling rows, in order; padding behind them is dropped."""
         num_rows, width = sampling.slots.shape[0], sampling.num_positions
-        counts = values[: NUM_COUNTS * num_rows].reshape(NUM_COUNTS, num_rows).tolist()
-        token_ids, score_bits = values[NUM_COUNTS * num_rows :].reshape(2, -1)
-        ids, scores = token_ids.tolist(), score_bits.view(np.float64)
-        is_fine = bool(np.isfinite(scores[: len(sampling.rows) * width]).all()) and not self._failures
+        first_id, first_score = NUM_COUNTS * num_rows, (NUM_COUNTS + width) * num_rows
+        integers: list[int] = values[:first_score].tolist()
+        counts = [integers[i : i + num_rows] for i in range(0, first_id, num_rows)]
+        scores: list[float] = values[first_score:].view(np.float64).tolist()
+        ids = integers[first_id:]
+        rows = zip(sampling.rows, range(0, len(ids), width), *counts, strict=False)
+        is_finite = all(map(math.isfinite, scores[: len(sampling.rows) * width]))
+        if is_finite and self._logprobs is None and not self._failures:
+            return [
+                RowResult(row.seq_id, row.epoch, tuple(ids[first : first + accepted + 1]), drafted, next_drafts)
+                for row, first, accepted, drafted, next_drafts in rows
+            ]
         results: list[RowResult] = []
-        for i, (row, accepted, drafted, next_drafts) in enumerate(zip(sampling.rows, *counts, strict=False)):
-            used = slice(i * width, i * width + accepted + 1)
-            failed = None if is_fine else self._failed(row, i, scores[used])
-            logprobs = () if self._logprobs is None else self._chosen_logprobs(sampling, i, accepted + 1)
-            results.append(failed or RowResult(row.seq_id, row.epoch, tuple(ids[used]), drafted, next_drafts, logprobs))
+        for i, (row, first, accepted, drafted, next_drafts) in enumerate(rows):
+            used = slice(first, first + accepted + 1)
+            logprobs = self._chosen_logprobs(sampling, i, accepted + 1)
+            results.append(
+                self._failed(row, i, scores[used])
+                or RowResult(row.seq_id, row.epoch, tuple(ids[used]), drafted, next_drafts, logprobs)
+            )
         return results
 
-    def _failed(self, row: PlanRow, index: int, scores: npt.NDArray[np.float64]) -> RowResult | None:
+    def _failed(self, row: PlanRow, index: int, scores: list[float]) -> RowResult | None:
         """The result of a row without usable tokens; None if it is fine. Scores beyond its tokens do not matter."""
         if index in self._failures:
             return RowResult(row.seq_id, row.epoch, error=self._failures[index])
-        if not (scores < np.inf).all():
+        if not all(score < math.inf for score in scores):
             return RowResult(row.seq_id, row.epoch, error=NOT_FINITE)
-        if (scores == -np.inf).any():
+        if -math.inf in scores:
             return RowResult(row.seq_id, row.epoch, error=NO_TOKEN_LEFT, is_refusal=True)
         return None
 

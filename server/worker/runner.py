@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from proposers.base import Proposer
 from server.model.head import LMHead
-from server.plan import StepPlan, StepResult
+from server.plan import PlanRow, StepPlan, StepResult
 from server.worker.batch import BatchState
 from server.worker.buckets import Bucket, Buckets
 from server.worker.flight import Flight, Flights
@@ -30,7 +30,9 @@ MIN_UPLOAD_NBYTES = 1 << 20
 """Room for a step's uploads besides the longest prompt; what does not fit takes memory of its own."""
 
 
-_LAYOUT_KEY = attrgetter("slot", "seq_id", "epoch", "num_query", "num_drafts", "is_sampling")
+_LAYOUT_KEY = itemgetter(
+    *map(PlanRow._fields.index, ("slot", "seq_id", "epoch", "num_query", "num_drafts", "is_sampling"))
+)
 """What the layout of a captured step depends on in a row; which tokens it is about, the device knows."""
 
 
