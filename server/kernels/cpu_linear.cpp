@@ -17,8 +17,11 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kColumns = kVectorsPerBlock * kWidth;
-constexpr int64_t kRowsPerUnit = 32 * kRowsPerBlock;  // with a tile's columns they fit into the L2 cache
+// A block of rows reads the weights once. Its sums stay in registers: 8 x 3 of 32, or 6 x 2 of 16.
+constexpr int kRows = kWidth == 16 ? 8 : 6;
+constexpr int kVectors = kWidth == 16 ? 3 : 2;
+constexpr int64_t kColumns = kVectors * kWidth;
+constexpr int64_t kRowsPerUnit = 24 * kRows;  // with a tile's columns they fit into the L2 cache
 constexpr int kAhead = 32;  // 2 to 8 KiB: with few rows the product waits for memory alone
 constexpr int64_t kMinWork = 1 << 18;  // weights that waking a thread is worth
 
@@ -97,7 +100,7 @@ struct Product {
         multiply(first, std::min(rows, first + kRowsPerUnit), unit % num_tiles);
       }
     };
-    if (threads < 2 || num_inputs * num_outputs * std::min<int64_t>(rows, kRowsPerBlock) < kMinWork) {
+    if (threads < 2 || num_inputs * num_outputs * std::min<int64_t>(rows, kRows) < kMinWork) {
       work(0, 1);
     } else {
       torch::stable::parallel_for(0, threads, 1, work);
@@ -107,12 +110,12 @@ struct Product {
  private:
   void multiply(int64_t first, int64_t end, int64_t tile) const {
     constexpr int64_t kNumbers = Element::kNumbers;
-    alignas(64) float sums[kRowsPerBlock * kColumns];
+    alignas(64) float sums[kRows * kColumns];
     const Element* weights = reinterpret_cast<const Element*>(packed + tile * num_inputs * kColumns);
     const int64_t column = tile * kColumns, num_columns = std::min(kColumns, num_outputs - column);
-    for (int64_t row = first; row < end; row += kRowsPerBlock) {
-      const int64_t count = std::min<int64_t>(kRowsPerBlock, end - row);
-      multiply_rows<kVectorsPerBlock, kAhead>(
+    for (int64_t row = first; row < end; row += kRows) {
+      const int64_t count = std::min<int64_t>(kRows, end - row);
+      multiply_rows<kVectors, kAhead, kRows>(
           count, reinterpret_cast<const Element*>(input + row * input_stride), input_stride / kNumbers, weights,
           kColumns, num_inputs / kNumbers, sums, kColumns, nullptr);
       for (int64_t i = 0; i < count; i++) {
