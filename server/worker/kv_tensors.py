@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from server.errors import ConfigError
+from server.kernels import huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +43,6 @@ def num_blocks_for(geometry: KVGeometry, nbytes: int) -> int:
 def allocate_kv(geometry: KVGeometry, num_blocks: int, device: torch.device) -> Tensor:
     """[num_blocks, layers, kv_heads, block_size, 2 * head_dim], zeroed: stale NaN would outlive its mask."""
     shape = (num_blocks, geometry.num_layers, geometry.num_kv_heads, geometry.block_size, 2 * geometry.head_dim)
+    if device.type == "cpu":
+        return huge_pages.zeros(shape, geometry.dtype)
     return torch.zeros(shape, dtype=geometry.dtype, device=device)
