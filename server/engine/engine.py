@@ -57,12 +57,14 @@ class NativeEngine:
         max_queued_requests: int,
         max_num_seqs: int,
         warm_up: Callable[[], None] = lambda: None,
+        on_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         make_blocked_clock: Callable[[], Callable[[], float]] = blocked_clock,
     ) -> None:
         """Args:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
+        on_stop: called when the step thread is to end.
         make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
         """
         self._scheduler = scheduler
@@ -74,6 +76,7 @@ class NativeEngine:
         self._max_queued = max_queued_requests
         self._max_num_seqs = max_num_seqs
         self._warm_up = warm_up
+        self._on_stop = on_stop
         self._clock = clock
         self._make_blocked_clock = make_blocked_clock
         self._live: dict[str, LiveRequest] = {}
@@ -81,6 +84,7 @@ class NativeEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._num_failed_steps = 0
+        self._awaiting_quiet: tuple[Callable[[], None], float] | None = None
         self._snapshot = scheduler.statistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_warm: asyncio.Future[None]
@@ -115,6 +119,7 @@ class NativeEngine:
 
     async def stop(self) -> None:
         """End the step thread after the step it is in; open streams end with EngineDead."""
+        self._on_stop()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
         self._close_all(EngineDead("the server was stopped"))
@@ -160,6 +165,15 @@ class NativeEngine:
         live.abort(self._clock())
         self._inbox.put(partial(self._scheduler.abort, request_id))
         return True
+
+    def run_when_quiet(self, action: Callable[[], None], patience_s: float) -> None:
+        """Run something on the step thread while no request is under way; may be called from any thread.
+
+        Once there was no such moment for `patience_s`, new requests are held back until what runs has ended.
+
+        Args: action: if it raises, everything goes on, with the error in the log. One at a time.
+        """
+        self._inbox.put(partial(setattr, self, "_awaiting_quiet", (action, self._clock() + patience_s)))
 
     def statistics(self) -> EngineStatistics:
         """A snapshot; requests that are still tokenising count as waiting."""
@@ -228,6 +242,7 @@ class NativeEngine:
         self._post(partial(self._is_warm.set_result, None))
         try:
             while self._take_messages():
+                self._run_when_quiet()
                 self._step()
         except Exception:
             logger.exception("the step thread has died")
@@ -237,7 +252,7 @@ class NativeEngine:
 
     def _take_messages(self) -> bool:
         """Run what others left; wait for more while there is nothing to do. Returns: False to stop."""
-        is_idle = not self._scheduler.has_requests and not self._in_flight
+        is_idle = not (self._scheduler.has_requests or self._in_flight or self._awaiting_quiet)
         try:
             message = self._inbox.get(block=is_idle)
             if is_idle:
@@ -248,6 +263,20 @@ class NativeEngine:
             return False
         except queue.Empty:
             return True
+
+    def _run_when_quiet(self) -> None:
+        if self._awaiting_quiet is None:
+            return
+        action, deadline_s = self._awaiting_quiet
+        if self._in_flight or self._scheduler.has_started:
+            self._scheduler.holds_admission = self._clock() >= deadline_s
+            return
+        self._awaiting_quiet = None
+        self._scheduler.holds_admission = False
+        try:
+            action()
+        except Exception as error:  # what it should have changed is as it was
+            logger.warning("%s", error)
 
     def _step(self) -> None:
         plan = self._scheduler.schedule()

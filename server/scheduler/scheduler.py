@@ -30,6 +30,9 @@ class Scheduler:
     Progress: rows are planned in a fixed order, a sequence in need of blocks preempts only later
     ones, and nobody is admitted in a step that ran out of blocks. So the first sequence advances
     in every step that it is not in flight in.
+
+    Attributes:
+        holds_admission: while set, sequences that never ran wait; those that were preempted go on.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         self._next_seq_id = 0
         self._outputs: list[SequenceOutput] = []
         self.counters = Counters()
+        self.holds_admission = False
 
     # -- requests come and go --------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Scheduler:
         """Start waiting sequences, in order, while seats, blocks and budget last."""
         starts: list[SequenceStart] = []
         for sequence in self._waiting:
-            if not sequence.is_ready():
+            if not sequence.is_ready() or (self.holds_admission and sequence.scheduled_s is None):
                 continue
             if not self._batch.has_free_slot:
                 break
@@ -353,6 +357,11 @@ class Scheduler:
         """The outputs since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a live sequence has run, even if it was preempted since."""
+        return any(sequence.scheduled_s is not None for sequence in self._by_id.values())
 
     @property
     def has_requests(self) -> bool:

@@ -361,3 +361,33 @@ def test_statistics_count_requests_that_wait_and_sequences_that_run() -> None:
     assert (statistics.num_running, statistics.num_waiting) == (2, 2)
     assert statistics.kv_blocks_free == statistics.kv_blocks_total - 2
     assert statistics.num_steps == 1
+
+
+def test_held_admission_lets_what_has_started_go_on() -> None:
+    core = make_core(num_blocks=8, max_num_seqs=2)
+    core.scheduler.add(make_request("first", range(8), max_tokens=30))
+    core.step()
+    core.scheduler.holds_admission = True
+    core.scheduler.add(make_request("second", range(4), max_tokens=2))
+    assert core.scheduler.has_started
+    for _ in range(8):
+        core.step()
+    assert core.tokens("second") == []
+    assert len(core.tokens("first")) > 4
+    core.scheduler.abort("first")
+    assert not core.scheduler.has_started
+    assert core.scheduler.schedule() is None
+    core.scheduler.holds_admission = False
+    core.run()
+    assert len(core.tokens("second")) == 2
+
+
+def test_held_admission_starts_a_preempted_sequence_again() -> None:
+    core = make_core(num_blocks=4, max_num_seqs=2)
+    for name in ("first", "second"):
+        core.scheduler.add(make_request(name, range(4), max_tokens=8))
+    core.step()
+    core.scheduler.holds_admission = True
+    core.run()
+    assert core.scheduler.counters.num_preemptions > 0
+    assert [len(core.tokens(name)) for name in ("first", "second")] == [8, 8]
