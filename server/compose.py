@@ -4,8 +4,10 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +22,9 @@ from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kernels import jit
 from server.kv.block_pool import BlockPool
+from server.model.attention import CPU_ATTENTION_NAME
+from server.model.compilation import Compilation
+from server.model.compiled_model import CompileOrder
 from server.model.device import choose_device, choose_dtype
 from server.model.footprint import Footprint
 from server.model.fusion import can_pack, pack_linears
@@ -56,14 +61,35 @@ class Core:
 def build_core(config: Config) -> Core:
     """Load the model, size the KV pool, build the engine. Blocks for as long as loading takes.
 
+    It runs on a thread that ends with it: torch's pool of threads belongs to the thread that uses it, and with
+    two pools for one set of cores neither spins at its barriers, which makes a step a third longer.
+
     Raises: ConfigError, ModelError.
     """
+    core: Future[Core] = Future()
+
+    def work() -> None:
+        try:
+            core.set_result(_build_core(config))
+        except BaseException as error:
+            core.set_exception(error)
+
+    thread = threading.Thread(target=work, name="outrider-load", daemon=True)
+    thread.start()
+    try:
+        return core.result()
+    finally:
+        if core.done():
+            thread.join()
+
+
+def _build_core(config: Config) -> Core:
     device, why_device = choose_device(config.model.device)
     dtype, why_dtype = choose_dtype(config.model.dtype, device)
     logger.info("device %s (%s), dtype %s (%s)", device, why_device, str(dtype).removeprefix("torch."), why_dtype)
-    if device.type == "cpu":
-        torch.set_num_threads(cpu_count())
-        logger.info("%d threads", torch.get_num_threads())
+    num_threads = cpu_count() if device.type == "cpu" else torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    logger.info("%d threads", num_threads)
     _check_budget(config)
     loaded = load_model(config.model, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
@@ -102,6 +128,14 @@ def build_core(config: Config) -> Core:
         clock=time.monotonic,
     )
     depth = config.scheduler.pipeline_depth
+    compilation = _compilation(config, loaded, geometry, num_threads) if is_packed else None
+
+    def prepare() -> None:
+        torch.set_num_threads(num_threads)  # each thread has a count of its own
+        if compilation is not None:
+            compilation.prepare(engine.run_when_quiet)
+        warm_up(runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens)
+
     engine = NativeEngine(
         scheduler,
         runner,
@@ -111,7 +145,8 @@ def build_core(config: Config) -> Core:
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
-        warm_up=partial(warm_up, runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens),
+        warm_up=prepare,
+        on_stop=lambda: None if compilation is None else compilation.cancel(),
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
@@ -177,6 +212,22 @@ def _graph_nbytes(
         time.monotonic() - started_s,
     )
     return nbytes
+
+
+def _compilation(config: Config, loaded: LoadedModel, geometry: KVGeometry, num_threads: int) -> Compilation | None:
+    """What compiles the layers of a model whose operators are all C++; None where there is nothing to compile."""
+    attention = loaded.model.config._attn_implementation
+    if config.model.compile == "none" or attention != CPU_ATTENTION_NAME:
+        return None
+    order = CompileOrder(
+        model_folder=str(loaded.folder),
+        dtype=str(geometry.dtype).removeprefix("torch."),
+        attention=attention,
+        kv_shape=(geometry.num_layers, geometry.num_kv_heads, geometry.block_size, 2 * geometry.head_dim),
+        num_threads=num_threads,
+        trusts_code=config.model.trust_remote_code,
+    )
+    return Compilation(loaded.model, order, config.model.compile)
 
 
 def _check_budget(config: Config) -> None:

@@ -48,6 +48,10 @@ class ModelConfig(Section):
         description="where unset sampling parameters come from: auto is the model's generation_config, "
         "vllm ignores it in favour of vLLM's defaults",
     )
+    compile: Literal["auto", "wait", "none"] = Field(
+        default="auto",
+        description="when to compile the decoder layers: auto, aside, while serving starts; wait, before serving; none",
+    )
     enforce_eager: bool = Field(
         default=False, description="run the model's own modules: nothing is merged, packed, captured or compiled"
     )

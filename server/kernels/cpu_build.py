@@ -20,8 +20,8 @@ TORCH = Path(torch.__file__).parent
 FLAGS = (
     *("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast"),
     *("-shared", "-fPIC", "-fvisibility=hidden"),
-    "-DTORCH_TARGET_VERSION=0x020a000000000000",  # no newer API than that of torch 2.10
 )
+STABLE_API_FLAG = "-DTORCH_TARGET_VERSION=0x020a000000000000"  # no newer API than that of torch 2.10
 TIMEOUT_S = 300.0
 
 
@@ -29,16 +29,27 @@ class BuildError(Exception):
     """No compiler, one that fails, or no place for what it makes; the message says which, why, and what helps."""
 
 
-def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[str, str] = os.environ) -> Path:
+def build(
+    source: Path,
+    headers: Sequence[Path],
+    folder: Path,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    uses_whole_api: bool = False,
+) -> Path:
     """The shared library made from a C++ file, from `folder` if it is there already.
 
     Its name is a digest of all that goes into it: sources, flags, torch's version, the CPU's features.
     The file appears whole or not at all; of processes that build at once the last one's stays.
 
-    Args: headers: what `source` includes of our own. environ: CXX names another compiler than c++ or g++.
+    Args:
+        headers: what `source` includes of our own. environ: CXX names another compiler than c++ or g++.
+        uses_whole_api: whether it needs more than torch's stable API, and so is for this torch alone.
+
     Raises: BuildError.
     """
-    library = folder / f"{source.stem}-{_digest([source, *headers])}.so"
+    flags = FLAGS if uses_whole_api else (*FLAGS, STABLE_API_FLAG)
+    library = folder / f"{source.stem}-{_digest([source, *headers], flags)}.so"
     if library.exists():
         return library
     compiler = _find_compiler(environ)
@@ -47,7 +58,7 @@ def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{source.stem}.", dir=folder) as temporary:
             output = Path(temporary) / library.name
-            _compile(compiler, source, output, environ)
+            _compile(compiler, flags, source, output, environ)
             output.replace(library)
     except OSError as error:
         raise BuildError(f"cannot write {folder}: {error}; set XDG_CACHE_HOME to a writable folder") from error
@@ -55,13 +66,13 @@ def build(source: Path, headers: Sequence[Path], folder: Path, environ: Mapping[
     return library
 
 
-def _digest(sources: Sequence[Path]) -> str:
-    parts = [torch.__version__, platform.machine(), _cpu_features(), *FLAGS]
+def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
+    parts = [torch.__version__, platform.machine(), cpu_features(), *flags]
     parts += [path.read_text(encoding="utf-8") for path in sources]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _cpu_features() -> str:
+def cpu_features() -> str:
     """What -march=native depends on; a cache may be shared by machines of several kinds."""
     if not CPU_INFO.exists():
         return platform.processor()
@@ -78,9 +89,9 @@ def _find_compiler(environ: Mapping[str, str]) -> str:
     return compiler
 
 
-def _compile(compiler: str, source: Path, output: Path, environ: Mapping[str, str]) -> None:
-    command = [compiler, *FLAGS, "-isystem", str(TORCH / "include"), str(source)]
-    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", str(output)]
+def _compile(compiler: str, flags: Sequence[str], source: Path, output: Path, environ: Mapping[str, str]) -> None:
+    command = [compiler, *flags, "-isystem", str(TORCH / "include"), str(source)]
+    command += [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(output)]
     try:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:

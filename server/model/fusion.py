@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from server.kernels import cpu_linear
+from server.kernels.huge_pages import Arena
 from server.model.cache import cache_root
 
 PARTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -29,11 +30,11 @@ class PackedLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, arena: Arena) -> None:
         """Args: weight: [out, in] on the CPU, of a type and size that the operator supports; not kept."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", cpu_linear.pack(weight.contiguous()), persistent=False)
+        self.register_buffer("packed", arena.copy(cpu_linear.pack(weight.contiguous())), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -114,16 +115,17 @@ def merge_linears(decoder: nn.Module, make: MakeLinear = PlainLinear) -> None:
 @torch.no_grad()
 def pack_linears(decoder: nn.Module) -> None:
     """Merge and pack every linear layer of a decoder on the CPU that the operators support; the rest stays."""
-    merge_linears(decoder, _make_packed)
+    arena = Arena()
+
+    def make(weight: Tensor, bias: Tensor | None) -> nn.Module:
+        is_supported = cpu_linear.supports(weight.dtype, weight.shape[1])
+        return PackedLinear(weight, bias, arena) if is_supported else PlainLinear(weight, bias)
+
+    merge_linears(decoder, make)
     for parent in list(decoder.modules()):
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear and cpu_linear.supports(layer.weight.dtype, layer.in_features):
-                setattr(parent, name, PackedLinear(layer.weight, layer.bias))
-
-
-def _make_packed(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    is_supported = cpu_linear.supports(weight.dtype, weight.shape[1])
-    return PackedLinear(weight, bias) if is_supported else PlainLinear(weight, bias)
+                setattr(parent, name, PackedLinear(layer.weight, layer.bias, arena))
 
 
 def _can_merge(layers: Sequence[nn.Linear]) -> bool:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.errors import ModelError
 from server.kernels import cpu_linear
+from server.kernels.huge_pages import Arena
 from server.model.fusion import PackedLinear
 
 
@@ -35,7 +36,7 @@ class LMHead:
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         bias = getattr(layer, "bias", None)
         is_packed = is_packed and cpu_linear.supports(layer.weight.dtype, layer.weight.shape[1])
-        packed = PackedLinear(layer.weight, bias) if is_packed else None
+        packed = PackedLinear(layer.weight, bias, Arena()) if is_packed else None
         return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed)
 
     @property

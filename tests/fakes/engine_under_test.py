@@ -177,6 +177,7 @@ def engine_on(
         "device": device,
         "dtype": "float32",
         "enforce_eager": IS_EAGER,
+        "compile": "none",
         "kv_cache_memory_bytes": 4 << 20,
         "block_size": 16,
         "speculative_config": ngram(proposer.num_speculative_tokens) if proposer else None,

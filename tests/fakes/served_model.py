@@ -12,6 +12,7 @@ SETTINGS: dict[str, object] = {
     "dtype": "float32",
     "block_size": 16,
     "kv_cache_memory_bytes": 4 << 20,
+    "compile": "none",
     "speculative_config": {
         "method": "ngram",
         "num_speculative_tokens": 3,

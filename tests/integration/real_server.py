@@ -119,7 +119,8 @@ async def real_server(
     from server.compose import build_core
 
     nbytes = (num_blocks + 1) * BLOCK_NBYTES
-    values: dict[str, object] = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, **settings}
+    fixed = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, "compile": "none"}
+    values: dict[str, object] = {**fixed, **settings}
     core = build_core(Config.from_kwargs(model=str(model), kv_cache_memory_bytes=nbytes, **values))
     tokenizer = SlowTokenizer(AutoTokenizer.from_pretrained(model))
     preprocessor = Preprocessor(tokenizer, core.engine.model_info)

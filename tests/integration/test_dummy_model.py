@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    with LLM(str(folder), load_format="dummy", device="cpu", kv_cache_memory_bytes=4 << 20) as llm:
+    with LLM(str(folder), load_format="dummy", device="cpu", compile="none", kv_cache_memory_bytes=4 << 20) as llm:
         yield llm
 
 

@@ -30,12 +30,13 @@ def llm(folder: str, device_name: str) -> Iterator[LLM]:
         kv_cache_memory_bytes="4MiB",
         max_num_seqs=4,
         max_queued_requests=8,
+        compile="none",
     ) as llm:
         yield llm
 
 
 def test_the_usual_ngram_example(folder: str, device_name: str) -> None:
-    """Nothing of it but the import and the model is ours (and the device, where tests say so)."""
+    """Nothing of it but the import and the model is ours (and what keeps a test quick)."""
     prompts = [
         "Hello, my name is",
         "The president of the United States is",
@@ -52,6 +53,7 @@ def test_the_usual_ngram_example(folder: str, device_name: str) -> None:
             "prompt_lookup_max": 4,
         },
         device=device_name,
+        compile="none",
     )
     outputs = llm.generate(prompts, sampling_params)
 
@@ -115,7 +117,7 @@ def test_choices_logprobs_and_reasons_arrive(llm: LLM) -> None:
 
 
 def test_speculation_may_be_turned_off(folder: str, device_name: str) -> None:
-    settings = {"device": device_name, "dtype": "float32", "kv_cache_memory_bytes": 4 << 20}
+    settings = {"device": device_name, "dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "compile": "none"}
     prompt = {"prompt_token_ids": [81, 82] * 20}
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
@@ -147,7 +149,7 @@ def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
 
 
 def test_a_closed_one_says_so(folder: str, device_name: str) -> None:
-    llm = LLM(model=folder, device=device_name, dtype="float32", kv_cache_memory_bytes="4MiB")
+    llm = LLM(model=folder, device=device_name, dtype="float32", kv_cache_memory_bytes="4MiB", compile="none")
     llm.close()
     llm.close()
     with pytest.raises(EngineDead, match="closed"):

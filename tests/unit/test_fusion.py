@@ -89,7 +89,9 @@ def test_merged_layers_see_a_new_input() -> None:
 def test_enforce_eager_leaves_the_model_as_it_is(tmp_path: Path, enforce_eager: bool) -> None:
     folder = build_tiny_model(tmp_path)
     core = build_core(
-        Config.from_kwargs(model=str(folder), device="cpu", enforce_eager=enforce_eager, kv_cache_memory_bytes="4MiB")
+        Config.from_kwargs(
+            model=str(folder), device="cpu", enforce_eager=enforce_eager, kv_cache_memory_bytes="4MiB", compile="none"
+        )
     )
     runner = core.engine._executor
     assert isinstance(runner, Runner)

@@ -1,0 +1,86 @@
+"""Compiles a model's layers in a process of its own, and lets the model use them."""
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from server.errors import ModelError
+from server.model.cache import cache_root
+from server.model.compiled_layers import install
+from server.model.compiled_model import CompileOrder
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0
+"""How long compiled layers wait for a moment without requests before admission is held for them."""
+
+
+class Compilation:
+    """The compiled layers of one model: on the disk already, or in the making.
+
+    Requests whose answers have begun are never changed over: rounding differs a little.
+    """
+
+    def __init__(self, model: PreTrainedModel, order: CompileOrder, when: Literal["auto", "wait"]) -> None:
+        self._model = model
+        self._order = order
+        self._waits = when == "wait"
+        self._folder: Path = cache_root() / "layers" / order.digest
+        self._process: subprocess.Popen[str] | None = None
+        self._is_cancelled = False
+        self._lock = threading.Lock()
+
+    def prepare(self, run_when_quiet: Callable[[Callable[[], None], float], None]) -> None:
+        """Use what is on the disk; otherwise compile it, now or on the side. Called on the step thread, before serving.
+
+        Args: run_when_quiet: (action, patience in seconds); see NativeEngine.run_when_quiet.
+        """
+        if self._folder.is_dir() or (self._waits and self._compile()):
+            try:
+                self._install()
+            except ModelError as error:
+                logger.warning("%s", error)
+        elif not self._waits:
+
+            def work() -> None:
+                if self._compile():
+                    run_when_quiet(self._install, PATIENCE_S)
+
+            threading.Thread(target=work, name="outrider-compile", daemon=True).start()
+
+    def cancel(self) -> None:
+        """Give up compiling, if it still goes on; may be called twice, from any thread."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._process is not None and self._process.poll() is None:
+                self._process.terminate()
+
+    def _install(self) -> None:
+        install(self._model, self._order.kv_shape[0], self._folder)
+        logger.info("the decoder layers run compiled: %s", self._folder)
+
+    def _compile(self) -> bool:
+        """Make the packages, in tens of seconds. Returns: whether they are there; if not, the log says why."""
+        logger.info("compiling the decoder layers%s", "" if self._waits else " on the side")
+        started = time.monotonic()
+        command = [sys.executable, "-m", "server.model.layer_compile", self._order.to_json(), str(self._folder)]
+        with self._lock:
+            if self._is_cancelled:
+                return False
+            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        _, errors = self._process.communicate()
+        if self._is_cancelled:
+            return False
+        if self._process.returncode != 0:
+            reason = errors.strip().rsplit("\n", 1)[-1] or f"exit code {self._process.returncode}"
+            logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
+            return False
+        logger.info("compiled the decoder layers in %.0f s", time.monotonic() - started)
+        return True

@@ -1,0 +1,93 @@
+"""What the process that compiles a model's layers is asked for, and what it leaves in a folder."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from server.kernels.cpu_build import cpu_features
+from server.model.layer_call import LayerCall
+
+_SOURCES = ("attention.py", "compiled_model.py", "decoder_layers.py", "fusion.py", "layer_call.py", "layer_compile.py")
+"""Of this folder; what they say decides what is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOrder:
+    """What is to be compiled.
+
+    Attributes:
+        model_folder: has config.json. dtype: of weights and activations. attention: name of the attention function.
+        kv_shape: of a block, (layers, kv_heads, block_size, 2 * head_dim). num_threads: torch's, when it runs.
+        trusts_code: whether the model's own Python code may be run.
+    """
+
+    model_folder: str
+    dtype: str
+    attention: str
+    kv_shape: tuple[int, ...]
+    num_threads: int
+    trusts_code: bool
+
+    @property
+    def digest(self) -> str:
+        """Equal for orders whose result is the same, on this machine and with these libraries."""
+        config = (Path(self.model_folder) / "config.json").read_text(encoding="utf-8")
+        sources = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in _SOURCES]
+        parts = [torch.__version__, transformers.__version__, cpu_features(), config, *sources]
+        parts += [self.dtype, self.attention, str(self.kv_shape), str(self.num_threads > 1)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """For the command line of the process."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "CompileOrder":
+        """The inverse of `to_json`."""
+        values = json.loads(text)
+        return cls(**{**values, "kv_shape": tuple(values["kv_shape"])})
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKind:
+    """A package of AOTInductor for layers of one kind.
+
+    Attributes:
+        package: file name. call: its inputs after the hidden states.
+        own_tensors: names of the layer's own tensors, the last inputs.
+    """
+
+    package: str
+    call: LayerCall
+    own_tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledModel:
+    """The packages in a folder, and the kind of each layer."""
+
+    kinds: tuple[CompiledKind, ...]
+    kind_of_layer: tuple[int, ...]
+
+    def write(self, folder: Path) -> None:
+        """Leave it beside the packages."""
+        (folder / "layers.json").write_text(json.dumps(dataclasses.asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "CompiledModel":
+        """The inverse of `write`."""
+        values = json.loads((folder / "layers.json").read_text(encoding="utf-8"))
+        kinds = [
+            CompiledKind(
+                kind["package"],
+                LayerCall(tuple(kind["call"]["tensors"]), kind["call"]["constants"]),
+                tuple(kind["own_tensors"]),
+            )
+            for kind in values["kinds"]
+        ]
+        return cls(tuple(kinds), tuple(values["kind_of_layer"]))

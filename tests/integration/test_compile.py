@@ -1,0 +1,149 @@
+"""Compiled decoder layers: the same answers, in any batch; and what cannot be compiled runs as it is."""
+
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from server import LLM, SamplingParams
+from server.kernels import cpu_attention, cpu_linear
+from server.model.cache import cache_root
+from server.model.layer_compile import NUM_TOKENS
+from tests.conftest import DEVICE
+from tests.tiny_model import build_tiny_model, write_tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE != "cpu", reason="layers are compiled ahead of time on the CPU"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.*LeafSpec:FutureWarning"),
+]
+
+PROMPTS: Sequence[dict[str, list[int]]] = [
+    {"prompt_token_ids": [(7 * i + 13 * j) % 300 + 3 for j in range(length)]}
+    for i, length in enumerate((1, 2, 5, 17, NUM_TOKENS, 40, 64, 130))
+]
+RUNS_COMPILED = "the decoder layers run compiled"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of the module's own, with the operators, which take a while to build, but no layers."""
+    kernels = cache_root() / "kernels"
+    if not (cpu_attention.load(kernels) and cpu_linear.load(kernels)):
+        pytest.skip("no C++ compiler")
+    home = tmp_path_factory.mktemp("cache")
+    (home / "outrider").mkdir()
+    (home / "outrider" / "kernels").symlink_to(kernels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        yield home / "outrider"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("model"), num_layers=3)
+
+
+@contextmanager
+def _llm(folder: Path, dtype: str, compile_when: str, **settings: object) -> Iterator[LLM]:
+    fixed = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "block_size": 16, "enable_prefix_caching": False}
+    with LLM(str(folder), dtype=dtype, compile=compile_when, **{**fixed, **settings}) as llm:
+        yield llm
+
+
+def _ids(llm: LLM, prompts: Sequence[dict[str, list[int]]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_layers_answer_as_the_models_own(folder: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with _llm(folder, dtype, "none") as llm:
+        expected = _ids(llm, PROMPTS)
+    with _llm(folder, dtype, "wait") as llm:
+        assert RUNS_COMPILED in caplog.text
+        alone = [_ids(llm, [prompt])[0] for prompt in PROMPTS]
+        together = _ids(llm, PROMPTS)
+    assert alone == together  # bit for bit the same in any batch, in bfloat16 as well
+    if dtype == "float32":
+        assert alone == expected
+    else:
+        num_equal = sum(a == b for x, y in zip(alone, expected, strict=True) for a, b in zip(x, y, strict=True))
+        assert num_equal > 0.5 * 24 * len(PROMPTS)  # rounded less often than by the model's own code
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with _llm(folder, dtype, "wait", speculative_config=drafts, max_num_batched_tokens=64) as llm:
+        assert _ids(llm, PROMPTS) == alone
+
+
+def test_auto_serves_at_once_and_changes_over_when_quiet(
+    folder: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    shutil.rmtree(cache / "layers", ignore_errors=True)
+    with _llm(folder, "float32", "auto") as llm:
+        before = _ids(llm, PROMPTS)
+        assert RUNS_COMPILED not in caplog.text
+        deadline_s = time.monotonic() + 300
+        while RUNS_COMPILED not in caplog.text:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert _ids(llm, PROMPTS) == before
+    caplog.clear()
+    with _llm(folder, "float32", "auto"):  # a warm cache is used from the start
+        assert RUNS_COMPILED in caplog.text
+
+
+def test_broken_packages_are_not_used(folder: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with _llm(folder, "float32", "wait") as llm:
+        expected = _ids(llm, PROMPTS)
+    (package,) = cache.glob("layers/*/0.pt2")
+    intact = package.read_bytes()
+    package.write_bytes(intact[: len(intact) // 2])
+    with _llm(folder, "float32", "wait") as llm:
+        assert "cannot be used" in caplog.text
+        assert _ids(llm, PROMPTS) == expected
+    package.write_bytes(intact)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_compiler_that_fails_leaves_the_model_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _llm(folder, "bfloat16", "none") as llm:
+        expected = _ids(llm, PROMPTS[:4])
+    monkeypatch.setattr("server.model.compilation.sys.executable", shutil.which("false"))
+    with _llm(folder, "bfloat16", "wait", block_size=32) as llm:
+        assert "cannot be compiled, and run as they are" in caplog.text
+        assert _ids(llm, PROMPTS[:4]) == expected
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("cache")
+def test_layers_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **sizes,
+        head_dim=16,
+        vocab_size=512,
+        num_hidden_layers=3,
+        layer_types=types,
+        sliding_window=32,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 512)
+    with _llm(tmp_path, "float32", "none") as llm:
+        expected = _ids(llm, PROMPTS)
+    with _llm(tmp_path, "float32", "wait") as llm:
+        assert RUNS_COMPILED in caplog.text
+        assert _ids(llm, PROMPTS) == expected
