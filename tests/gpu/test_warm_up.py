@@ -1,0 +1,45 @@
+"""No request waits for a compiler."""
+
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.fakes.engine_under_test import engine_on, ngram
+from tests.gpu.test_step import MIXED
+from tests.tiny_model import build_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eager: bool) -> None:
+    """Prompts of many lengths, chunks, drafts, every sampling parameter, in batches of all sizes."""
+    from triton import knobs
+
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(1, 30))] * rng.randint(1, 14) for _ in range(40)]
+    compiled: list[str] = []
+
+    def note(**event: Any) -> None:
+        compiled.append(event["repr"])
+
+    with (
+        engine_on(
+            build_tiny_model(tmp_path),
+            "cuda",
+            enforce_eager=is_eager,
+            speculative_config=ngram(3),
+            max_num_seqs=8,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=16 << 20,
+        ) as engine,
+        patch.object(knobs.runtime, "jit_post_compile_hook", note),
+    ):
+        for wave in (prompts[:12], prompts):
+            params = [MIXED[i % len(MIXED)] for i in range(len(wave))]
+            outcomes = engine.generate(wave, params, arrivals=rng)
+            assert all(outcome.error is None for outcome in outcomes)
+    assert compiled == []
