@@ -1,6 +1,7 @@
 """Builds every object once and wires it; the only module that knows all the classes."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -175,6 +176,8 @@ async def _serve(config: Config, core: Core) -> None:
     stopping = asyncio.Event()
     try:
         await core.engine.start(on_death=stopping.set)
+        gc.collect()
+        gc.freeze()  # the model's objects are here to stay: looking through them would cost a step tens of milliseconds
         await server.set_serving()
         is_serving = True
         address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
@@ -187,6 +190,7 @@ async def _serve(config: Config, core: Core) -> None:
         logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
     finally:
         is_serving = False
+        gc.unfreeze()
         await server.stop()
         await core.engine.stop()
         await asyncio.to_thread(telemetry.shutdown, 2.0)

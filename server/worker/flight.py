@@ -49,15 +49,16 @@ class _Buffer:
 
 
 class Flight:
-    """The buffers of one step that is under way; see Flights."""
+    """The buffers of one step that is under way, on the stream it was made under; see Flights."""
 
     def __init__(self, device: torch.device, nbytes: int, image: Tensor | None, num_results: int) -> None:
         self._device = device
         self._buffer = _Buffer(nbytes, device, image)
         self._overflow: list[_Buffer] = []
         self._results = torch.empty(num_results, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._num_results = 0
+        self._landed = self._results[:0]
         self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     def reset(self) -> None:
         """Begin another step."""
@@ -94,18 +95,19 @@ class Flight:
 
     def bring_back(self, results: Tensor) -> None:
         """Copy a step's results, 1-d int64, to the host without waiting; the last of its device work."""
-        self._num_results = results.shape[0]
-        if self._num_results > self._results.shape[0]:
-            self._results = torch.empty(self._num_results, dtype=torch.int64, pin_memory=self._event is not None)
-        self._results[: self._num_results].copy_(results, non_blocking=True)
+        if results.shape[0] > self._results.shape[0]:
+            self._results = torch.empty(results.shape[0], dtype=torch.int64, pin_memory=self._event is not None)
+        if results.shape != self._landed.shape:
+            self._landed = self._results[: results.shape[0]]
+        self._landed.copy_(results, non_blocking=True)
         if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self._device))
+            self._event.record(self._stream)
 
     def results(self) -> npt.NDArray[np.int64]:
         """What `bring_back` brought, until the flight begins again; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
-        return self._results.numpy()[: self._num_results]
+        return self._landed.numpy()
 
 
 class Flights:
