@@ -18,11 +18,12 @@ from server.worker.buckets import Bucket, Buckets
 from server.worker.flight import Flight, Flights
 from server.worker.generation import NUM_COUNTS, Generation
 from server.worker.graphs import StepGraphs
+from server.worker.layout import lay_out, lay_out_decoding
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, prompt_logprobs
 from server.worker.results import StepHandle, StepOutputs
 from server.worker.slot_info import SlotInfo
-from server.worker.step_inputs import StepInputs, lay_out, lay_out_decoding
+from server.worker.step_inputs import StepInputs
 from server.worker.target import Target
 from server.worker.transfer import Transfer
 

@@ -9,8 +9,9 @@ from server.request import Request, SamplingParams
 from server.worker.batch import BatchState
 from server.worker.buckets import Buckets
 from server.worker.flight import Flight, Flights
+from server.worker.layout import lay_out
 from server.worker.slot_info import SlotInfo
-from server.worker.step_inputs import StepInputs, lay_out
+from server.worker.step_inputs import StepInputs
 
 MAX_CONTEXT = 64
 

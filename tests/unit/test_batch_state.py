@@ -8,8 +8,8 @@ import torch
 from server.plan import PlanRow
 from server.request import SamplingParams
 from server.worker.buckets import Buckets, batch_sizes
+from server.worker.layout import PADDING
 from server.worker.slot_info import SlotInfo
-from server.worker.step_inputs import PADDING
 from tests.fakes.worker_state import MAX_CONTEXT, batch_of, change, decode_row, inputs_of, start
 
 
