@@ -12,7 +12,7 @@ from server.worker.batch import BatchState
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, chosen_logprobs
 from server.worker.rejection import count_accepted
-from server.worker.sampler import Sampler
+from server.worker.sampler import Drafts, Sampler
 from server.worker.step_inputs import SamplingRows
 
 
@@ -66,15 +66,14 @@ class Generation:
         raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
         failures = self._processor.apply(logits, sampling)
         num_tokens = batch.num_tokens[slots]
-        token_ids, scores = self._sampler.choose(logits, sampling, num_tokens)
-        if sampling.num_positions == 1:
+        drafts = self._drafts(sampling, num_tokens)
+        token_ids, scores = self._sampler.choose(logits, sampling, num_tokens, drafts)
+        if drafts is None:
             num_accepted = num_drafted = torch.zeros_like(slots)
             end, next_ids = num_tokens, token_ids[:, 0]
         else:
-            ahead = self._offsets[: sampling.num_positions - 1]
-            drafts = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
-            num_drafted = torch.minimum(batch.num_drafts[slots], sampling.max_drafts)
-            num_accepted = count_accepted(drafts, num_drafted, token_ids)
+            num_drafted = drafts.counts
+            num_accepted = count_accepted(drafts.ids, num_drafted, token_ids)
             end, next_ids = num_tokens + num_accepted, token_ids.gather(1, num_accepted[:, None])[:, 0]
         batch.token_ids[slots, end] = next_ids.int()
         batch.num_tokens[slots] = end + sampling.num_new
@@ -86,6 +85,15 @@ class Generation:
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
             failures=failures,
         )
+
+    def _drafts(self, sampling: SamplingRows, num_tokens: Tensor) -> Drafts | None:
+        """What is to be verified; None where there is no room for drafts."""
+        if sampling.num_positions == 1:
+            return None
+        batch, slots = self._batch, sampling.slots
+        ahead = self._offsets[: sampling.num_positions - 1]
+        ids = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
+        return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts))
 
     def _logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
         assert sampling.reporting is not None

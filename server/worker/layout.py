@@ -165,6 +165,7 @@ def _sampling_rows(
         chosen = tuple([i for i, flag in enumerate(flags) if flag])
         return Selection(chosen, flight.put(chosen), len(chosen) == len(flags)) if chosen else None
 
+    is_alone = num_positions == 1
     return SamplingRows(
         rows=tuple(rows),
         infos=tuple(infos),
@@ -173,7 +174,8 @@ def _sampling_rows(
         num_new=num_new,
         tokens=tokens,
         num_positions=num_positions,
-        noisy=None if is_captured else select([info.is_noisy for info in infos]),
+        coupled=None if is_captured else select([info.is_seeded or (info.is_noisy and is_alone) for info in infos]),
+        rejecting=None if is_captured or is_alone else select([info.is_noisy > info.is_seeded for info in infos]),
         penalised=None if is_captured else select([info.is_penalised for info in infos]),
         reporting=None if is_captured else select([info.is_reporting for info in infos]),
         is_drafting=is_captured or any(info.is_drafting for info in infos),

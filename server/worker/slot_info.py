@@ -11,7 +11,8 @@ class SlotInfo:
     """Facts of one sequence, for as long as it is in the batch; looked at in every step, so worked out once.
 
     Attributes:
-        is_drafting: whether drafts are proposed for it. is_noisy: whether it is sampled rather than greedy.
+        is_drafting: whether drafts are proposed for it.
+        is_noisy, is_seeded: whether it is sampled rather than greedy, and whether by a seed.
         is_penalised, is_reporting: whether it has penalties, wants log probabilities.
         is_plain: whether it has no rules and reports nothing: what a captured segment can do.
     """
@@ -20,6 +21,7 @@ class SlotInfo:
     num_prompt: int
     is_drafting: bool
     is_noisy: bool
+    is_seeded: bool
     is_penalised: bool
     is_reporting: bool
     is_plain: bool
@@ -34,6 +36,7 @@ class SlotInfo:
             num_prompt=start.num_prompt,
             is_drafting=start.num_speculative_tokens > 0,
             is_noisy=not params.is_greedy,
+            is_seeded=not params.is_greedy and params.seed is not None,
             is_penalised=params.has_penalties,
             is_reporting=is_reporting,
             is_plain=not (is_reporting or has_rules(start.request)),

@@ -35,7 +35,9 @@ class SamplingRows:
         num_new: [M] int64, tokens a row gets besides accepted drafts: 1, or 0 for padding.
         tokens: [M * Q] int64, the flat tokens whose logits are wanted; None where it is all of them, in order.
         num_positions: Q.
-        noisy, penalised, reporting: who they are, see SlotInfo; None where nobody is.
+        coupled, rejecting: who is sampled with noise at each position, and who has drafts and no seed, so that
+            rejection sampling will do with less; see Sampler.
+        penalised, reporting: who they are, see SlotInfo. None where nobody is.
         is_drafting: whether anybody gets new drafts.
         is_captured: whether these stand for whatever rows a captured segment is replayed for.
     """
@@ -47,7 +49,8 @@ class SamplingRows:
     num_new: Tensor
     tokens: Tensor | None
     num_positions: int
-    noisy: Selection | None
+    coupled: Selection | None
+    rejecting: Selection | None
     penalised: Selection | None
     reporting: Selection | None
     is_drafting: bool

@@ -149,7 +149,8 @@ def test_a_step_without_a_sampling_row_has_no_sampling(device_name: str) -> None
     assert inputs_of([chunk_row(0, 7, is_sampling=False)], starts, device_name).sampling is None
 
 
-def test_rows_are_selected_by_what_is_done_to_them(device_name: str) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 1])
+def test_rows_are_selected_by_what_is_done_to_them(device_name: str, num_drafts: int) -> None:
     params = [
         SamplingParams(temperature=0, top_k=2),
         SamplingParams(seed=1),
@@ -157,17 +158,22 @@ def test_rows_are_selected_by_what_is_done_to_them(device_name: str) -> None:
         SamplingParams(temperature=0, seed=1, frequency_penalty=1),
     ]
     starts = [start(slot, [1, 2], sampling=p, num_speculative_tokens=slot % 2) for slot, p in enumerate(params)]
-    sampling = inputs_of([decode_row(slot, 2, 0) for slot in range(4)], starts, device_name).sampling
+    sampling = inputs_of([decode_row(slot, 2, num_drafts) for slot in range(4)], starts, device_name).sampling
     assert sampling is not None
     selections = {
         name: selection and selection.index
-        for name in ("noisy", "penalised", "reporting")
+        for name in ("coupled", "rejecting", "penalised", "reporting")
         for selection in [getattr(sampling, name)]
     }
-    assert selections == {"noisy": (1, 2), "penalised": (3,), "reporting": (2,)}
+    assert selections == {
+        "coupled": (1,) if num_drafts else (1, 2),
+        "rejecting": (2,) if num_drafts else None,
+        "penalised": (3,),
+        "reporting": (2,),
+    }
     assert sampling.is_drafting
-    assert sampling.noisy is not None
-    assert sampling.noisy.of(torch.arange(4, device=device_name)).tolist() == [1, 2]
+    assert sampling.penalised is not None
+    assert sampling.penalised.of(torch.arange(4, device=device_name)).tolist() == [3]
 
 
 @pytest.mark.parametrize(

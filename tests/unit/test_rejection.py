@@ -13,7 +13,7 @@ from torch import Tensor
 from server.worker.batch import BatchState
 from server.worker.noise import Stream, gumbel, uniform
 from server.worker.rejection import Verified, count_accepted, verify_standard
-from server.worker.sampler import Sampler
+from server.worker.sampler import Drafts, Sampler
 from server.worker.step_inputs import SamplingRows, Selection
 
 VOCAB = 8
@@ -95,13 +95,14 @@ def standard(*, is_one_hot: bool) -> Verify:
     return verify
 
 
-def through_sampler(device: str, num_drafts: int) -> Verify:
+def through_sampler(device: str, num_drafts: int, *, is_seeded: bool) -> Verify:
     """The sampler itself, on logits; it takes drafts as one-hot."""
     batch = BatchState(NUM_DRAWS, 16, 16, num_drafts, torch.device(device))
     batch.temperature.fill_(1)
     batch.noise.fill_(1)
     batch.top_p.fill_(1)
     rows = torch.arange(NUM_DRAWS, device=device)
+    everyone = Selection((), rows, is_all=True)
     sampling_rows = SamplingRows(
         rows=(),
         infos=(),
@@ -110,7 +111,8 @@ def through_sampler(device: str, num_drafts: int) -> Verify:
         num_new=rows,
         tokens=None,
         num_positions=1 + num_drafts,
-        noisy=Selection((), rows, is_all=True),
+        coupled=everyone if is_seeded or not num_drafts else None,
+        rejecting=everyone if not is_seeded and num_drafts else None,
         penalised=None,
         reporting=None,
         is_drafting=False,
@@ -120,7 +122,7 @@ def through_sampler(device: str, num_drafts: int) -> Verify:
 
     def verify(lengths: Tensor, draft_ids: Tensor, counts: Tensor, p: Tensor, q: Tensor, keys: Tensor) -> Verified:
         batch.key[:NUM_DRAWS] = keys
-        chosen, _ = sampler.choose(p.log(), sampling_rows, lengths)
+        chosen, _ = sampler.choose(p.log(), sampling_rows, lengths, Drafts(draft_ids, counts) if num_drafts else None)
         accepted = count_accepted(draft_ids, counts, chosen)
         return Verified(accepted, chosen.gather(1, accepted[:, None])[:, 0])
 
@@ -152,12 +154,13 @@ def test_standard_verification_keeps_the_distribution(
     assert num_accepted > NUM_DRAWS / 10
 
 
+@pytest.mark.parametrize("is_seeded", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
 def test_the_sampler_keeps_the_distribution(
-    device_name: str, generator: torch.Generator, keys: Tensor, num_drafts: int
+    device_name: str, generator: torch.Generator, keys: Tensor, num_drafts: int, is_seeded: bool
 ) -> None:
     p, q = chain(3, device_name), chain(4, device_name)
-    verify = through_sampler(device_name, num_drafts)
+    verify = through_sampler(device_name, num_drafts, is_seeded=is_seeded)
     tokens, num_accepted = generate(p, q, num_drafts, verify, generator, keys)
     assert_drawn_from(p, tokens)
     assert (num_accepted > 0) == (num_drafts > 0)
@@ -167,7 +170,7 @@ def test_seeded_tokens_do_not_depend_on_the_drafts(device_name: str, generator: 
     p = chain(5, device_name)
     runs = []
     for num_drafts, drafter in ((0, 6), (2, 6), (3, 7)):
-        verify = through_sampler(device_name, num_drafts)
+        verify = through_sampler(device_name, num_drafts, is_seeded=True)
         runs.append(generate(p, chain(drafter, device_name), num_drafts, verify, generator, keys)[0])
     assert torch.equal(runs[0], runs[1])
     assert torch.equal(runs[0], runs[2])
