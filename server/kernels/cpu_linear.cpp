@@ -22,7 +22,7 @@ constexpr int kRows = kWidth == 16 ? 8 : 6;
 constexpr int kVectors = kWidth == 16 ? 3 : 2;
 constexpr int64_t kColumns = kVectors * kWidth;
 constexpr int64_t kRowsPerUnit = 24 * kRows;  // with a tile's columns they fit into the L2 cache
-constexpr int kAhead = 32;  // 2 to 8 KiB: with few rows the product waits for memory alone
+constexpr int64_t kAhead = 32;  // steps along the depth that the weights of a step are fetched early
 constexpr int64_t kMinWork = 1 << 18;  // weights that waking a thread is worth
 
 template <typename Number>
@@ -93,11 +93,15 @@ struct Product {
     const int64_t num_units = (rows + kRowsPerUnit - 1) / kRowsPerUnit * num_tiles;
     const int64_t threads = std::min<int64_t>(num_units, torch::stable::get_num_threads());
     std::atomic<int64_t> next{0};
-    // A thread takes unit after unit, for one may be held up: by the client's work, say.
+    // A thread takes unit after unit, for one may be held up: by the client's work, say. It knows the one after
+    // this one, to fetch its weights.
     const auto work = [&](int64_t, int64_t) {
-      for (int64_t unit = next.fetch_add(1); unit < num_units; unit = next.fetch_add(1)) {
+      bool is_first = true;
+      for (int64_t unit = next.fetch_add(1), following; unit < num_units; unit = following, is_first = false) {
+        following = next.fetch_add(1);
         const int64_t first = unit / num_tiles * kRowsPerUnit;
-        multiply(first, std::min(rows, first + kRowsPerUnit), unit % num_tiles);
+        multiply(first, std::min(rows, first + kRowsPerUnit), unit % num_tiles,
+                 following < num_units ? following % num_tiles : -1, is_first);
       }
     };
     if (threads < 2 || num_inputs * num_outputs * std::min<int64_t>(rows, kRows) < kMinWork) {
@@ -108,16 +112,37 @@ struct Product {
   }
 
  private:
-  void multiply(int64_t first, int64_t end, int64_t tile) const {
-    constexpr int64_t kNumbers = Element::kNumbers;
+  const Element* weights(int64_t tile) const {
+    return reinterpret_cast<const Element*>(packed + tile * num_inputs * kColumns);
+  }
+
+  // Rows [first, end) and the columns of a tile. The memory is kept busy meanwhile: a single block of rows fetches the
+  // tile a little early; several share in fetching the following one, which is in the cache when its turn comes.
+  void multiply(int64_t first, int64_t end, int64_t tile, int64_t following, bool is_first) const {
+    constexpr int64_t kLinesPerStep = kColumns * sizeof(Element) / kLineBytes;
     alignas(64) float sums[kRows * kColumns];
-    const Element* weights = reinterpret_cast<const Element*>(packed + tile * num_inputs * kColumns);
+    const Element* own = weights(tile);
+    const Element* after = weights(following < 0 ? tile : following);
+    const int64_t depth = num_inputs / Element::kNumbers, stride = input_stride / Element::kNumbers;
     const int64_t column = tile * kColumns, num_columns = std::min(kColumns, num_outputs - column);
-    for (int64_t row = first; row < end; row += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, end - row);
-      multiply_rows<kVectors, kAhead, kRows>(
-          count, reinterpret_cast<const Element*>(input + row * input_stride), input_stride / kNumbers, weights,
-          kColumns, num_inputs / kNumbers, sums, kColumns, nullptr);
+    const int64_t num_blocks = (end - first + kRows - 1) / kRows;
+    int64_t lines_left = following < 0 ? 0 : kLinesPerStep;  // of the following tile, per step along the depth
+    for (int64_t block = 0; block < num_blocks; block++) {
+      const int64_t row = first + block * kRows, count = std::min<int64_t>(kRows, end - row);
+      Fetch fetch;
+      const bool fetches_own = block == 0 && (num_blocks == 1 || is_first);
+      if (fetches_own) {
+        fetch.from[0] = own + kAhead * kColumns;
+        fetch.lines[0] = kLinesPerStep;
+        fetch.until = std::max<int64_t>(0, depth - kAhead);
+      }
+      if (!fetches_own || num_blocks == 1) {
+        fetch.from[1] = reinterpret_cast<const char*>(after) + (kLinesPerStep - lines_left) * kLineBytes * depth;
+        fetch.lines[1] = (lines_left + num_blocks - block - 1) / (num_blocks - block);
+        lines_left -= fetch.lines[1];
+      }
+      multiply_up_to<kVectors, kRows, true>(count, reinterpret_cast<const Element*>(input + row * input_stride), stride,
+                                            own, kColumns, depth, sums, kColumns, nullptr, fetch);
       for (int64_t i = 0; i < count; i++) {
         write(sums + i * kColumns, column, num_columns, output + (row + i) * num_outputs + column);
       }

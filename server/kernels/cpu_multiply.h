@@ -4,15 +4,26 @@
 // to does not depend on the rows beside it.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu_vector.h"
 
 namespace outrider {
 
+// Memory to be fetched early while a block is computed: some cache lines at each step along the depth, from one
+// place up to a step, from another one after it.
+struct Fetch {
+  const void* from[2] = {nullptr, nullptr};
+  int64_t until = 0;
+  int64_t lines[2] = {0, 0};
+};
+
+constexpr int64_t kLineBytes = 64;
+
 // c[kRows, kVectors * kWidth] = c * scale + a[kRows, depth] @ b[depth, ...]; without scale, c starts at 0.
-// kAhead: rows of b that are fetched early; what lies beyond b's end is asked for as well, and never read.
-template <int kRows, int kVectors, int kAhead, typename Element>
+template <int kRows, int kVectors, bool kFetches, typename Element>
 inline void multiply_block(const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth,
-                           float* c, int64_t c_stride, const float* scale) {
+                           float* c, int64_t c_stride, const float* scale, const Fetch& fetch) {
   Floats sums[kRows][kVectors];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; row++) {
@@ -21,17 +32,22 @@ inline void multiply_block(const Element* a, int64_t a_stride, const Element* b,
       sums[row][i] = scale ? load(c + row * c_stride + i * kWidth) * scale[row] : Floats{};
     }
   }
-  for (int64_t k = 0; k < depth; k++) {
-    if constexpr (kAhead > 0) {
+  int64_t k = 0;
+  for (int part = kFetches ? 0 : 1; part < 2; part++) {
+    const char* from = static_cast<const char*>(fetch.from[part]);
+    for (const int64_t end = part == 0 ? fetch.until : depth; k < end; k++) {
+      if constexpr (kFetches) {
+        for (int64_t line = 0; line < fetch.lines[part]; line++, from += kLineBytes) {
+          part == 0 ? __builtin_prefetch(from) : __builtin_prefetch(from, 0, 2);
+        }
+      }
 #pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) __builtin_prefetch(b + (k + kAhead) * b_stride + i * kWidth);
-    }
+      for (int row = 0; row < kRows; row++) {
+        const typename Element::Register factor = Element::broadcast(a + row * a_stride + k);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; row++) {
-      const typename Element::Register factor = Element::broadcast(a + row * a_stride + k);
-#pragma GCC unroll 8
-      for (int i = 0; i < kVectors; i++) {
-        sums[row][i] = Element::multiply_add(sums[row][i], factor, b + k * b_stride + i * kWidth);
+        for (int i = 0; i < kVectors; i++) {
+          sums[row][i] = Element::multiply_add(sums[row][i], factor, b + k * b_stride + i * kWidth);
+        }
       }
     }
   }
@@ -42,18 +58,25 @@ inline void multiply_block(const Element* a, int64_t a_stride, const Element* b,
   }
 }
 
+// The same for at most kRows rows.
+template <int kVectors, int kRows, bool kFetches, typename Element>
+inline void multiply_up_to(int64_t rows, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride,
+                           int64_t depth, float* c, int64_t c_stride, const float* scale, const Fetch& fetch) {
+  if (rows == kRows) {
+    multiply_block<kRows, kVectors, kFetches>(a, a_stride, b, b_stride, depth, c, c_stride, scale, fetch);
+  } else if constexpr (kRows > 1) {
+    multiply_up_to<kVectors, kRows - 1, kFetches>(rows, a, a_stride, b, b_stride, depth, c, c_stride, scale, fetch);
+  }
+}
+
 // The same for any number of rows.
-template <int kVectors, int kAhead = 0, int kRows = kRowsPerBlock, typename Element>
+template <int kVectors, typename Element>
 inline void multiply_rows(int64_t rows, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride,
                           int64_t depth, float* c, int64_t c_stride, const float* scale) {
-  for (; rows >= kRows; rows -= kRows) {
-    multiply_block<kRows, kVectors, kAhead>(a, a_stride, b, b_stride, depth, c, c_stride, scale);
-    a += kRows * a_stride;
-    c += kRows * c_stride;
-    scale += scale ? kRows : 0;
-  }
-  if constexpr (kRows > 1) {
-    if (rows) multiply_rows<kVectors, kAhead, kRows - 1>(rows, a, a_stride, b, b_stride, depth, c, c_stride, scale);
+  for (int64_t row = 0; row < rows; row += kRowsPerBlock) {
+    multiply_up_to<kVectors, kRowsPerBlock, false>(std::min<int64_t>(kRowsPerBlock, rows - row), a + row * a_stride,
+                                                   a_stride, b, b_stride, depth, c + row * c_stride, c_stride,
+                                                   scale ? scale + row : nullptr, Fetch{});
   }
 }
 
