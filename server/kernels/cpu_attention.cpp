@@ -45,21 +45,25 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// Calls work(i) once for each i, the last ones first, on as many threads as there are.
+// Calls work(i, next) once for each i, the last ones first, on as many threads as there are; `next` is what the
+// same thread does after it, or -1.
 template <typename Work>
 void for_each_unit(int64_t count, const Work& work) {
   std::atomic<int64_t> remaining{count};
   const int64_t threads = std::min<int64_t>(count, torch::stable::get_num_threads());
   // One range per thread, which takes unit after unit: their costs differ, and so may the threads' speeds.
   torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t i = remaining.fetch_sub(1) - 1; i >= 0; i = remaining.fetch_sub(1) - 1) work(i);
+    for (int64_t i = remaining.fetch_sub(1) - 1, next; i >= 0; i = next) {
+      next = std::max<int64_t>(-1, remaining.fetch_sub(1) - 1);
+      work(i, next);
+    }
   });
 }
 
 // A tile's queries of one KV head, and how many of its spans are still to come.
 struct Job {
   Tile tile;
-  int64_t kv_head, first_span, num_spans;
+  int64_t kv_head, first_key, last_key, first_span, num_spans;
   int64_t partials;  // where its spans' states start, if each is a unit of its own
 };
 
@@ -83,16 +87,25 @@ class PagedAttention {
       for (int64_t i = 0; i < num_units; i++) units.push_back({static_cast<int32_t>(job), static_cast<int32_t>(i)});
     }
     if (is_parallel) {
-      for_each_unit(units.size(), [&](int64_t i) { run(units[i]); });
+      for_each_unit(units.size(), [&](int64_t i, int64_t next) { run(units[i], next < 0 ? nullptr : &units[next]); });
     } else {
-      for (const Unit& unit : units) run(unit);
+      for (size_t i = 0; i < units.size(); i++) run(units[i], i + 1 < units.size() ? &units[i + 1] : nullptr);
     }
   }
 
  private:
   using Kernel = TileKernel<Query, KV, Element>;
 
-  void run(const Unit& unit) {
+  // The keys a unit starts with; none for no unit.
+  Upcoming keys_of(const Unit* unit) const {
+    if (!unit) return {0, 0, 1, 0};
+    const Job& job = jobs_[unit->job];
+    const int64_t first = std::max(job.first_key / kKeysPerTile * kKeysPerTile,
+                                   (job.first_span + unit->span) * kKeysPerSpan);
+    return {job.tile.slot, job.kv_head, first, job.last_key};
+  }
+
+  void run(const Unit& unit, const Unit* next_unit) {
     static thread_local Buffer buffer;
     const Job& job = jobs_[unit.job];
     const int64_t rows = (job.tile.end - job.tile.begin) * attention_.heads_per_kv_head;
@@ -100,10 +113,11 @@ class PagedAttention {
     float* scratch = buffer.floats(2 * num_state + Kernel::num_scratch_floats(max_rows_, attention_.head_dim));
     Softmax state(scratch, rows, attention_.head_dim), next(scratch + num_state, rows, attention_.head_dim);
     Kernel kernel(attention_, job.tile, job.kv_head, scratch + 2 * num_state);
+    const Upcoming following = keys_of(next_unit);
     if (!is_split_ || job.num_spans == 1) {
-      kernel.attend(job.first_span, state);
+      kernel.attend(job.first_span, state, following);
       for (int64_t i = 1; i < job.num_spans; i++) {
-        kernel.attend(job.first_span + i, next);
+        kernel.attend(job.first_span + i, next, following);
         state.fold(next);
       }
       kernel.write(state);
@@ -112,7 +126,7 @@ class PagedAttention {
     const int64_t num_partial = Softmax::num_floats(rows, attention_.head_dim);
     float* partials = partials_ + job.partials;
     Softmax mine(partials + unit.span * num_partial, rows, attention_.head_dim);
-    kernel.attend(job.first_span + unit.span, mine);
+    kernel.attend(job.first_span + unit.span, mine, following);
     // Whoever is the last folds all in order, as one thread alone would have.
     if (remaining_[unit.job].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     Softmax all(partials, rows, attention_.head_dim);
@@ -159,7 +173,7 @@ void attend(const Attention& attention, const std::vector<Tile>& rows, int64_t n
       const int64_t num_tile_rows = (tile.end - tile.begin) * attention.heads_per_kv_head;
       const int64_t first_span = first / kKeysPerSpan, num_spans = last / kKeysPerSpan - first_span + 1;
       for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
-        jobs.push_back({tile, kv_head, first_span, num_spans, num_partial_floats});
+        jobs.push_back({tile, kv_head, first, last, first_span, num_spans, num_partial_floats});
         num_partial_floats += num_spans * Softmax::num_floats(num_tile_rows, attention.head_dim);
       }
       work += num_kv_heads * (num_tile_rows + 8) * (last - first + 1) * attention.head_dim;

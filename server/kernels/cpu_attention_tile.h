@@ -20,7 +20,6 @@ namespace outrider {
 
 constexpr int64_t kKeysPerGroup = 16;  // lie side by side in a KV block, whose size is a multiple of this
 constexpr int64_t kKeysPerTile = 64;
-constexpr int64_t kKeysAhead = 32;     // fetched early: half the time where others use the memory too
 constexpr int64_t kKeysPerSpan = 512;  // the unit of parallel work along the keys
 
 struct Attention {
@@ -103,15 +102,28 @@ struct KeyGroup {
 
   const KV* key(int64_t i) const { return rows + i * stride; }
   const KV* value(int64_t i) const { return rows + i * stride + head_dim; }
+
+  // Keys and values lie anywhere, which the CPU does not foresee; what comes next is fetched while this is packed,
+  // line by line, for only so many may be on their way at once.
+  void fetch_key(int64_t i, int64_t d) const { __builtin_prefetch(key(i) + d, 0, 2); }
+  void fetch_value(int64_t i, int64_t d) const { __builtin_prefetch(value(i) + d, 0, 2); }
+};
+
+// The keys that a thread attends to next: those from `key` on, up to `last`, of a KV head of the sequence in a slot.
+struct Upcoming {
+  int64_t slot, kv_head, key, last;
 };
 
 // keys[d, kKeysPerTile] and values[key, head_dim], one number to an element.
 template <typename KV>
-inline void pack(const KeyGroup<KV>& group, FloatElement* keys, FloatElement* values) {
+inline void pack(const KeyGroup<KV>& group, const KeyGroup<KV>& next, FloatElement* keys, FloatElement* values) {
   for (int64_t first = 0; first < kKeysPerGroup; first += kWidth) {
     for (int64_t d = 0; d < group.head_dim; d += kWidth) {
       Words square[kWidth];
-      for (int i = 0; i < kWidth; i++) square[i] = bit_cast<Words>(load(group.key(first + i) + d));
+      for (int i = 0; i < kWidth; i++) {
+        square[i] = bit_cast<Words>(load(group.key(first + i) + d));
+        next.fetch_key(first + i, d);
+      }
       transpose(square);
       for (int i = 0; i < kWidth; i++) std::memcpy(keys + (d + i) * kKeysPerTile + first, &square[i], sizeof(Words));
     }
@@ -119,17 +131,22 @@ inline void pack(const KeyGroup<KV>& group, FloatElement* keys, FloatElement* va
   for (int64_t i = 0; i < kKeysPerGroup; i++) {
     for (int64_t d = 0; d < group.head_dim; d += kWidth) {
       FloatElement::store(values + i * group.head_dim + d, load(group.value(i) + d));
+      next.fetch_value(i, d);
     }
   }
 }
 
 #if defined(OUTRIDER_BF16_DOT)
 // keys[d / 2, kKeysPerTile] of pairs (d, d + 1), and values[key / 2, head_dim] of pairs (key, key + 1).
-inline void pack(const KeyGroup<BFloat16>& group, PairElement* keys, PairElement* values) {
+inline void pack(const KeyGroup<BFloat16>& group, const KeyGroup<BFloat16>& next, PairElement* keys,
+                 PairElement* values) {
   for (int64_t pair = 0; pair < group.head_dim / 2; pair += kWidth) {
     Words square[kWidth];
     // The last square of an odd head_dim / 16 reaches into the values; nobody reads what comes of it.
-    for (int i = 0; i < kWidth; i++) square[i] = load_as<Words>(group.key(i) + 2 * pair);
+    for (int i = 0; i < kWidth; i++) {
+      square[i] = load_as<Words>(group.key(i) + 2 * pair);
+      next.fetch_key(i, 2 * pair);
+    }
     transpose(square);
     for (int i = 0; i < kWidth; i++) std::memcpy(keys + (pair + i) * kKeysPerTile, &square[i], sizeof(Words));
   }
@@ -138,6 +155,8 @@ inline void pack(const KeyGroup<BFloat16>& group, PairElement* keys, PairElement
     int64_t d = 0;
     for (; d + 2 * kWidth <= group.head_dim; d += 2 * kWidth) {
       PairElement::interleave_twice(to + d, group.value(i) + d, group.value(i + 1) + d);
+      next.fetch_value(i, d);
+      next.fetch_value(i + 1, d);
     }
     if (d < group.head_dim) PairElement::interleave(to + d, group.value(i) + d, group.value(i + 1) + d);
   }
@@ -169,11 +188,11 @@ class TileKernel {
     }
   }
 
-  // Attends to the keys of one span, [span, span + 1) * kKeysPerSpan.
-  void attend(int64_t span, Softmax& state) {
+  // Attends to the keys of one span, [span, span + 1) * kKeysPerSpan, and fetches what comes after it.
+  void attend(int64_t span, Softmax& state, const Upcoming& following) {
     state.clear();
     for (int64_t key = span * kKeysPerSpan; key < (span + 1) * kKeysPerSpan; key += kKeysPerTile) {
-      attend_keys(key, state);
+      attend_keys(key, state, following);
     }
   }
 
@@ -203,7 +222,7 @@ class TileKernel {
     }
   }
 
-  void attend_keys(int64_t first, Softmax& state) {
+  void attend_keys(int64_t first, Softmax& state, const Upcoming& following) {
     // Tokens that see none of these keys are left out at both ends: padding, mostly, whose position is 0.
     int64_t begin = tile_.begin, end = tile_.end;
     while (begin < end && !sees(begin, first)) begin++;
@@ -211,9 +230,13 @@ class TileKernel {
     if (begin == end) return;
     const int64_t last = *std::max_element(attention_.positions + begin, attention_.positions + end);
     const int64_t num_keys = std::min(kKeysPerTile, (last - first) / kKeysPerGroup * kKeysPerGroup + kKeysPerGroup);
+    const bool goes_on = first + kKeysPerTile <= last;
+    const Upcoming next = goes_on ? Upcoming{tile_.slot, kv_head_, first + kKeysPerTile, last} : following;
     for (int64_t key = 0; key < num_keys; key += kKeysPerGroup) {
-      if (first + key + kKeysAhead <= last) prefetch(first + key + kKeysAhead);
-      pack(group(first + key), keys_ + key, values_ + key / Element::kNumbers * head_dim_);
+      const KeyGroup<KV> own = group(tile_.slot, kv_head_, first + key);
+      const bool is_more = next.key + key <= next.last;
+      pack(own, is_more ? group(next.slot, next.kv_head, next.key + key) : own, keys_ + key,
+           values_ + key / Element::kNumbers * head_dim_);
     }
     const int64_t row = (begin - tile_.begin) * heads_, rows = (end - begin) * heads_;
     multiply(rows, num_keys, queries_ + row * depth_, depth_, keys_, kKeysPerTile, depth_,
@@ -227,19 +250,11 @@ class TileKernel {
     return attention_.positions[token] >= first && attention_.first_key(token) < first + kKeysPerTile;
   }
 
-  KeyGroup<KV> group(int64_t key) const {
-    const int64_t block = attention_.block(tile_.slot, key / attention_.block_size);
+  KeyGroup<KV> group(int64_t slot, int64_t kv_head, int64_t key) const {
+    const int64_t block = attention_.block(slot, key / attention_.block_size);
     const KV* rows = static_cast<const KV*>(attention_.layer) + block * attention_.layer_strides[0] +
-                     kv_head_ * attention_.layer_strides[1] + key % attention_.block_size * attention_.layer_strides[2];
+                     kv_head * attention_.layer_strides[1] + key % attention_.block_size * attention_.layer_strides[2];
     return {rows, attention_.layer_strides[2], head_dim_};
-  }
-
-  // A row's blocks lie anywhere, which the CPU does not foresee.
-  void prefetch(int64_t key) const {
-    const KeyGroup<KV> ahead = group(key);
-    for (int64_t i = 0; i < kKeysPerGroup; i++) {
-      for (int64_t d = 0; d < 2 * head_dim_; d += 64 / sizeof(KV)) __builtin_prefetch(ahead.key(i) + d);
-    }
   }
 
   // Turns a row's scores into weights, in place, and moves its state on to the new largest score.
