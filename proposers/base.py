@@ -3,7 +3,23 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TargetView:
+    """What a proposer may know of the model that verifies its drafts.
+
+    Attributes:
+        vocab_size: draft ids are below it.
+        device: where the batch's tensors are, and drafts are to be.
+        num_slots: most sequences at a time; slots are below it.
+    """
+
+    vocab_size: int
+    device: torch.device
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,49 @@
 """Prompt lookup: what followed the last few tokens before may follow them again."""
 
-import torch
+from typing import Literal
 
-from proposers.base import Draft, ProposeInput
+import torch
+from pydantic import Field, model_validator
+
+from proposers.base import Draft, ProposeInput, TargetView
+from proposers.config import ProposerConfig
 from server.kernels import jit
 from server.kernels.ngram_lookup import ngram_lookup
+
+
+class NgramConfig(ProposerConfig):
+    """Settings of prompt lookup."""
+
+    prompt_lookup_max: int = Field(default=5, ge=1, le=64, description="longest run of tokens that is looked up")
+    prompt_lookup_min: int = Field(default=3, ge=1, le=64, description="shortest run of tokens that is looked up")
+    match: Literal["first", "last"] = Field(default="first", description="which of several occurrences is copied")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lower_default_minimum(cls, values: dict[str, object]) -> dict[str, object]:
+        """A maximum below the default minimum, given alone, is meant for both."""
+        longest = values.get("prompt_lookup_max")
+        if "prompt_lookup_min" not in values and isinstance(longest, int) and longest < 3:
+            return {**values, "prompt_lookup_min": longest}
+        return values
+
+    @model_validator(mode="after")
+    def _ordered_window(self) -> "NgramConfig":
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
+                f"got {self.prompt_lookup_min}"
+            )
+        return self
+
+    def build(self, target: TargetView) -> "NgramProposer":
+        """Prompt lookup does for every target."""
+        return NgramProposer(
+            self.num_speculative_tokens,
+            self.prompt_lookup_min,
+            self.prompt_lookup_max,
+            takes_last=self.match == "last",
+        )
 
 
 class NgramProposer:

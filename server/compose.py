@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from proposers.registry import build_proposer
+from proposers.base import Proposer, TargetView
 from server.config import Config
 from server.engine.engine import NativeEngine
 from server.errors import ConfigError, EngineDead
@@ -98,9 +98,9 @@ def _build_core(config: Config) -> Core:
     is_packed = can_pack(device) and not config.model.enforce_eager
     if is_packed:
         pack_linears(loaded.model.base_model)
-    proposer = None if config.speculative is None else build_proposer(config.speculative)
-    num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
     num_slots = config.scheduler.max_num_seqs
+    proposer = build_proposer(config, TargetView(loaded.vocab_size, device, num_slots))
+    num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
     activations = activation_nbytes(
         config.scheduler.max_num_batched_tokens,
         num_slots * (1 + num_drafts),
@@ -151,6 +151,11 @@ def _build_core(config: Config) -> Core:
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
+
+
+def build_proposer(config: Config, target: TargetView) -> Proposer | None:
+    """What drafts; None without speculation. Raises: ConfigError."""
+    return None if config.speculative is None else config.speculative.proposer.build(target)
 
 
 def serve(config: Config) -> None:

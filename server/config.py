@@ -5,15 +5,16 @@ from a flag, an OUTRIDER_<FLAG> variable, a file or the default, in this order
 (server.config_sources), or from keyword arguments (`Config.from_kwargs`).
 """
 
-import json
 import re
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from server.config_values import ByteCount, Given, Section, build_section, quoted
+from server.config_values import ByteCount, Given, Section, build_section
 from server.errors import ConfigError
+from server.speculative_config import NAME as SPECULATIVE_CONFIG
+from server.speculative_config import SpeculativeConfig, parse_speculative_config
 from server.suggestions import did_you_mean
 
 
@@ -107,34 +108,6 @@ class SchedulerConfig(Section):
     )
 
 
-class SpeculativeConfig(Section):
-    """How draft tokens are made. Given as one setting, `speculative_config`."""
-
-    method: Literal["ngram"] = Field(default="ngram", description="ngram copies what followed the same tokens before")
-    num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="most draft tokens per step")
-    prompt_lookup_max: int = Field(default=5, ge=1, le=64, description="longest run of tokens that is looked up")
-    prompt_lookup_min: int = Field(default=3, ge=1, le=64, description="shortest run of tokens that is looked up")
-    match: Literal["first", "last"] = Field(default="first", description="which of several occurrences is copied")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lower_default_minimum(cls, values: dict[str, object]) -> dict[str, object]:
-        """A maximum below the default minimum, given alone, is meant for both."""
-        longest = values.get("prompt_lookup_max")
-        if "prompt_lookup_min" not in values and isinstance(longest, int) and longest < 3:
-            return {**values, "prompt_lookup_min": longest}
-        return values
-
-    @model_validator(mode="after")
-    def _ordered_window(self) -> "SpeculativeConfig":
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min must be at most prompt_lookup_max ({self.prompt_lookup_max}), "
-                f"got {self.prompt_lookup_min}"
-            )
-        return self
-
-
 class ServerConfig(Section):
     """The gRPC front."""
 
@@ -170,9 +143,6 @@ class ObservabilityConfig(Section):
             raise ValueError("must be HOST:PORT, http://HOST:PORT or https://HOST:PORT")
         return endpoint
 
-
-SPECULATIVE_CONFIG = "speculative_config"
-"""The one setting that is a mapping; its value is a `SpeculativeConfig`."""
 
 FLAT_SECTIONS: Mapping[str, type[Section]] = {
     "model": ModelConfig,
@@ -227,7 +197,7 @@ class Config(Section):
                 problems.append(str(error))
         if SPECULATIVE_CONFIG in given:
             try:
-                sections["speculative"] = _parse_speculative(given[SPECULATIVE_CONFIG])
+                sections["speculative"] = parse_speculative_config(given[SPECULATIVE_CONFIG])
             except ConfigError as error:
                 problems.append(str(error))
         if problems:
@@ -239,30 +209,5 @@ class Config(Section):
         values = {
             name: getattr(getattr(self, key), name) for key in FLAT_SECTIONS for name in FLAT_SECTIONS[key].model_fields
         }
-        values[SPECULATIVE_CONFIG] = None if self.speculative is None else self.speculative.model_dump()
+        values[SPECULATIVE_CONFIG] = None if self.speculative is None else self.speculative.plain()
         return values
-
-
-def _parse_speculative(given: Given) -> SpeculativeConfig | None:
-    """Read a mapping, JSON text of one, None or "none"."""
-    value = given.value
-    if isinstance(value, str) and value.strip().lower() != "none":
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            problem = f"must be a JSON object or none, got {quoted(value)}: {error}"
-            raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
-    if value is None or isinstance(value, str):
-        return None
-    if isinstance(value, SpeculativeConfig):
-        return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})"
-        )
-    items = cast("Mapping[str, object]", value)
-    return build_section(
-        SpeculativeConfig,
-        {str(name): Given(item, given.source) for name, item in items.items()},
-        prefix=f"{SPECULATIVE_CONFIG}.",
-    )

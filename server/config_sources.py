@@ -10,7 +10,8 @@ from typing import cast
 
 import yaml
 
-from server.config import FLAT_SECTIONS, SETTING_NAMES, SPECULATIVE_CONFIG, Config, SpeculativeConfig
+from proposers.registry import BUILT_IN
+from server.config import FLAT_SECTIONS, SETTING_NAMES, SPECULATIVE_CONFIG, Config
 from server.config_values import Given, accepted_values, choices
 from server.errors import ConfigError
 from server.suggestions import did_you_mean
@@ -61,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = F
                 metavar = "{" + ",".join(map(str, choices(field))) + "}" if choices(field) else "VALUE"
                 group.add_argument(_flag(name), metavar=metavar, default=argparse.SUPPRESS, help=words)
     group = parser.add_argument_group("How draft tokens are made")
-    keys = ", ".join(f"{name} ({field.default})" for name, field in SpeculativeConfig.model_fields.items())
     group.add_argument(
         _flag(SPECULATIVE_CONFIG),
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help=f"JSON object, or none for no speculation; keys and their defaults: {keys} (default: none)",
+        help=f"JSON object, or none for no speculation; method is one of {', '.join(BUILT_IN)}, or module:Class of "
+        f"another; num_speculative_tokens and all other keys: docs/speculative.md (default: none)",
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from server.config import FLAT_SECTIONS, SETTING_NAMES, CacheConfig, Config, SchedulerConfig, SpeculativeConfig
+from server.config import FLAT_SECTIONS, SETTING_NAMES, CacheConfig, Config, SchedulerConfig
 from server.config_values import accepts_none, parse_byte_count
 from server.errors import ConfigError
 
@@ -146,36 +146,3 @@ def test_what_is_no_endpoint(endpoint: str) -> None:
 @pytest.mark.parametrize("depth", ["auto", 0, 1])
 def test_pipeline_depth_as_text(depth: object) -> None:
     assert Config.from_kwargs(pipeline_depth=str(depth)).scheduler.pipeline_depth == depth
-
-
-class TestSpeculativeConfig:
-    def test_given_as_mapping_text_or_object(self) -> None:
-        expected = SpeculativeConfig(num_speculative_tokens=3)
-        text = '{"method": "ngram", "num_speculative_tokens": 3}'
-        for value in (text, {"method": "ngram", "num_speculative_tokens": 3}, expected):
-            assert Config.from_kwargs(speculative_config=value).speculative == expected
-
-    @pytest.mark.parametrize("value", [None, "none", "None", "null"])
-    def test_no_speculation(self, value: object) -> None:
-        assert Config.from_kwargs(speculative_config=value).speculative is None
-
-    def test_unknown_key_points_at_the_nearest(self) -> None:
-        message = _refusal(speculative_config={"num_spec_tokens": 3})
-        assert message == (
-            "speculative_config.num_spec_tokens: no such setting; did you mean num_speculative_tokens? (from argument)"
-        )
-
-    @pytest.mark.parametrize("count", [0, 33, "x", None])
-    def test_count_is_limited(self, count: object) -> None:
-        message = _refusal(speculative_config={"num_speculative_tokens": count})
-        assert f"must be an integer >= 1 and <= 32, got {count!r}" in message
-
-    def test_window_is_ordered(self) -> None:
-        message = _refusal(speculative_config={"prompt_lookup_min": 4, "prompt_lookup_max": 3})
-        assert message == (
-            "speculative_config: prompt_lookup_min must be at most prompt_lookup_max (3), got 4 (from argument)"
-        )
-
-    def test_small_maximum_alone_lowers_the_minimum(self) -> None:
-        config = SpeculativeConfig(prompt_lookup_max=2)
-        assert (config.prompt_lookup_min, config.prompt_lookup_max) == (2, 2)

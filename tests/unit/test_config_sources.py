@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proposers.ngram import NgramConfig
 from server.config import SETTING_NAMES, Config
 from server.config_sources import ResolvedConfig, add_arguments, resolve
 from server.errors import ConfigError
@@ -85,7 +86,7 @@ def test_speculation_from_each_source(in_file: str, tmp_path: Path) -> None:
         _resolve(f"--speculative-config {text}"),
     ):
         assert resolved.config.speculative is not None
-        assert resolved.config.speculative.match == "last"
+        assert resolved.config.speculative.proposer == NgramConfig(method="ngram", match="last")
 
 
 def test_every_setting_has_a_flag_and_a_variable() -> None:

@@ -16,6 +16,9 @@ PACKAGES = ("clients", "connectors", "proposers", "protos", "server")
 MAX_LINES = 500
 
 LEAVES = (
+    "proposers.base",
+    "proposers.config",
+    "proposers.registry",
     "server.config",
     "server.config_sources",
     "server.config_values",
@@ -25,6 +28,7 @@ LEAVES = (
     "server.host",
     "server.plan",
     "server.request",
+    "server.speculative_config",
     "server.suggestions",
     "server.version",
 )

@@ -1,0 +1,102 @@
+"""The one setting whose keys depend on what it names."""
+
+from importlib.metadata import EntryPoint
+from unittest.mock import patch
+
+import pytest
+
+from proposers import registry
+from proposers.ngram import NgramConfig
+from proposers.registry import config_class, known_proposers
+from server.config import Config
+from server.errors import ConfigError
+from server.speculative_config import SpeculativeConfig
+
+
+def read(value: object) -> SpeculativeConfig:
+    config = Config.from_kwargs(speculative_config=value).speculative
+    assert config is not None
+    return config
+
+
+def refusal(value: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_kwargs(speculative_config=value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_given_as_mapping_text_or_object() -> None:
+    expected = SpeculativeConfig(proposer=NgramConfig(method="ngram", num_speculative_tokens=3))
+    text = '{"method": "ngram", "num_speculative_tokens": 3}'
+    for value in (text, {"method": "ngram", "num_speculative_tokens": 3}, expected):
+        assert read(value) == expected
+    assert read({"num_speculative_tokens": 3}) == expected, "n-gram lookup needs no name"
+
+
+@pytest.mark.parametrize("value", [None, "none", "None", "null"])
+def test_no_speculation(value: object) -> None:
+    assert Config.from_kwargs(speculative_config=value).speculative is None
+
+
+def test_unknown_key_points_at_the_nearest() -> None:
+    assert refusal({"num_spec_tokens": 3}) == (
+        "speculative_config.num_spec_tokens: no such setting; did you mean num_speculative_tokens? (from argument)"
+    )
+
+
+@pytest.mark.parametrize("count", [0, 33, "x", None])
+def test_count_is_limited(count: object) -> None:
+    message = refusal({"num_speculative_tokens": count})
+    assert message.startswith("speculative_config.num_speculative_tokens: ")
+    assert f"must be an integer >= 1 and <= 32, got {count!r}" in message
+
+
+class TestNgram:
+    def test_window_is_ordered(self) -> None:
+        assert refusal({"prompt_lookup_min": 4, "prompt_lookup_max": 3}) == (
+            "speculative_config: prompt_lookup_min must be at most prompt_lookup_max (3), got 4 (from argument)"
+        )
+
+    def test_small_maximum_alone_lowers_the_minimum(self) -> None:
+        config = read({"prompt_lookup_max": 2}).proposer
+        assert isinstance(config, NgramConfig)
+        assert (config.prompt_lookup_min, config.prompt_lookup_max) == (2, 2)
+
+
+class TestMethods:
+    def test_unknown_names_list_the_known_and_the_nearest(self) -> None:
+        message = refusal({"method": "n-gram"})
+        assert message.startswith("speculative_config.method: must be one of ngram")
+        assert "or module:Class of another; did you mean ngram?, got 'n-gram' (from argument)" in message
+
+    @pytest.mark.parametrize(
+        ("method", "words"),
+        [
+            ("no.such.module:Class", "no.such.module:Class can not be loaded: No module named 'no'"),
+            ("proposers.ngram:Nothing", "has no attribute 'Nothing'"),
+            ("proposers.ngram:NgramProposer", "is no class of settings"),
+            (3, "must be text, got 3"),
+        ],
+    )
+    def test_what_can_not_be_loaded(self, method: object, words: str) -> None:
+        assert words in refusal({"method": method})
+
+    def test_a_class_in_place_of_a_name(self) -> None:
+        config = read({"method": "proposers.ngram:NgramConfig", "match": "last"})
+        assert config.proposer == NgramConfig(method="proposers.ngram:NgramConfig", match="last")
+
+    def test_other_distributions_bring_theirs(self) -> None:
+        point = EntryPoint("lookup", "proposers.ngram:NgramConfig", registry.GROUP)
+        assert known_proposers([point])["lookup"] == "proposers.ngram:NgramConfig"
+        with patch.object(registry, "entry_points", return_value=[point]):
+            assert config_class("lookup") is NgramConfig
+            assert "did you mean lookup?" in refusal({"method": "lookups"})
+
+    def test_a_name_belongs_to_one(self) -> None:
+        ours, same = (
+            EntryPoint("ngram", value, registry.GROUP) for value in ("other:Config", "proposers.ngram:NgramConfig")
+        )
+        with pytest.raises(ConfigError, match="two proposers are called ngram"):
+            known_proposers([ours])
+        assert known_proposers([same, same])["ngram"] == "proposers.ngram:NgramConfig"
