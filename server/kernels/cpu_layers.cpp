@@ -29,15 +29,18 @@ class CompiledLayers : public torch::CustomClassHolder {
     }
   }
 
-  Tensor run(const Tensor& hidden, const std::vector<Tensor>& shared, int64_t index) {
-    TORCH_CHECK(index >= 0 && index < static_cast<int64_t>(layers_.size()), "no layer ", index);
-    const std::vector<Tensor>& own = tensors_[index];
-    std::vector<Tensor> inputs;
-    inputs.reserve(1 + shared.size() + own.size());
-    inputs.push_back(hidden);
-    inputs.insert(inputs.end(), shared.begin(), shared.end());
-    inputs.insert(inputs.end(), own.begin(), own.end());
-    return layers_[index]->boxed_run(std::move(inputs)).front();
+  Tensor run(Tensor hidden, const std::vector<Tensor>& shared, int64_t begin, int64_t end) {
+    TORCH_CHECK(begin >= 0 && begin < end && end <= static_cast<int64_t>(layers_.size()), "no layers ", begin, " to ",
+                end);
+    for (int64_t i = begin; i < end; i++) {
+      std::vector<Tensor> inputs;
+      inputs.reserve(1 + shared.size() + tensors_[i].size());
+      inputs.push_back(std::move(hidden));
+      inputs.insert(inputs.end(), shared.begin(), shared.end());
+      inputs.insert(inputs.end(), tensors_[i].begin(), tensors_[i].end());
+      hidden = std::move(layers_[i]->boxed_run(std::move(inputs)).front());
+    }
+    return hidden;
   }
 
  private:

@@ -29,11 +29,11 @@ class LayerRunner:
         paths = [str(package) for package in packages]
         self._layers = torch.classes.outrider.CompiledLayers(paths, [list(own) for own in tensors])
 
-    def run(self, index: int, hidden: Tensor, shared: list[Tensor]) -> Tensor:
-        """Run layer `index`.
+    def run(self, begin: int, end: int, hidden: Tensor, shared: list[Tensor]) -> Tensor:
+        """Run layers [begin, end), one after the other.
 
-        Args: hidden: [1, T, hidden], T at least 2. shared: what the layers take between it and their own tensors.
+        Args: hidden: [1, T, hidden]. shared: what each of them takes between it and its own tensors.
         Returns: of hidden's shape.
         """
-        output: Tensor = self._layers.run(hidden, shared, index)
+        output: Tensor = self._layers.run(hidden, shared, begin, end)
         return output

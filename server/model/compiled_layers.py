@@ -1,6 +1,6 @@
 """Puts compiled code in the place of a model's decoder layers, once it was seen to compute the same."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,49 @@ class CompiledLayers:
         self._runner = LayerRunner(packages, own)
         self._last: tuple[tuple[Any, ...], list[Tensor]] = ((), [])
 
-    def run(self, index: int, hidden: Tensor, **arguments: Any) -> Tensor:
-        """What the model's own layer `index` returns for the same arguments.
+    def run(self, begin: int, end: int, hidden: Tensor, **arguments: Any) -> Tensor:
+        """What the model's own layers [begin, end) make of hidden states, each called with the same arguments.
 
         Raises: ValueError for arguments of another kind than those the code was made for.
         """
-        return self._runner.run(index, hidden, self._flatten(index, arguments))
+        return self._runner.run(begin, end, hidden, self._flatten(begin, arguments))
 
     def _flatten(self, index: int, arguments: Mapping[str, Any]) -> list[Tensor]:
         values = tuple(arguments.values())
         seen, tensors = self._last
-        # All layers, or all of one kind, are called with the same objects.
-        if len(seen) != len(values) or any(a is not b for a, b in zip(seen, values, strict=True)):
+        if not _are_same(seen, values):
             tensors = self._calls[index].flatten(arguments)
             self._last = (values, tensors)
         return tensors
+
+
+class _AllLayers:
+    """Stands for all layers in the model's loop over them; what else that asks of a layer, the first one answers."""
+
+    def __init__(self, first: nn.Module, run: Callable[..., Tensor]) -> None:
+        self._first = first
+        self._run = run
+
+    def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
+        return self._run(hidden, **arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._first, name)
+
+
+class _OneCallList(nn.ModuleList):
+    """The model's list of layers, in which a loop finds one item only."""
+
+    def __init__(self, layers: nn.ModuleList, run: Callable[..., Tensor]) -> None:
+        super().__init__(layers)
+        self._items = [_AllLayers(layers[0], run)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        is_all = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
+        return self._items if is_all else super().__getitem__(index)
 
 
 def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
@@ -67,25 +95,33 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
         cpu_layers.load(cache_root() / "kernels")
         layers = find_decoder_layers(model, num_layers)
         compiled = CompiledLayers(layers, CompiledModel.read(folder), folder)
-        _check(model, layers, compiled)
+        is_one_call = _check(model, layers, compiled)
     except Exception as error:  # whatever torch, the compiler or the files' contents lead to
         raise ModelError(f"the compiled layers in {folder} cannot be used: {error}") from error
-    for index, layer in enumerate(layers):
-        layer.forward = partial(compiled.run, index)
+    if is_one_call:
+        parent, name = next(
+            (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
+        )
+        setattr(parent, name, _OneCallList(layers, partial(compiled.run, 0, num_layers)))
+    else:
+        for index, layer in enumerate(layers):
+            layer.forward = partial(compiled.run, index, index + 1)
 
 
 @torch.inference_mode()
-def _check(model: PreTrainedModel, layers: nn.ModuleList, compiled: CompiledLayers) -> None:
-    """Compare each layer's output on a prompt of the model's own; ValueError where it differs."""
-    num_found = 0
+def _check(model: PreTrainedModel, layers: nn.ModuleList, compiled: CompiledLayers) -> bool:
+    """Compare each layer's output on a prompt of the model's own; ValueError where it differs.
+
+    Returns: whether the model calls all its layers with the same objects.
+    """
+    calls: list[tuple[Any, ...]] = []
 
     def compare(index: int, _: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any], expected: Tensor) -> None:
-        nonlocal num_found
-        found = compiled.run(index, args[0], **kwargs)
+        found = compiled.run(index, index + 1, args[0], **kwargs)
         largest = torch.maximum(args[0].abs().amax(), expected.abs().amax())
         if not ((found - expected).abs().amax() <= _TOLERANCE[expected.dtype] * largest):
             raise ValueError(f"layer {index} computes something else than the model's own")
-        num_found += 1
+        calls.append(tuple(kwargs.values()))
 
     handles = [layer.register_forward_hook(partial(compare, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
@@ -94,8 +130,13 @@ def _check(model: PreTrainedModel, layers: nn.ModuleList, compiled: CompiledLaye
     finally:
         for handle in handles:
             handle.remove()
-    if num_found != 2 * len(layers):
-        raise ValueError(f"the model called {num_found} layers of {2 * len(layers)}")
+    if len(calls) != 2 * len(layers):
+        raise ValueError(f"the model called {len(calls)} layers of {2 * len(layers)}")
+    return all(_are_same(call, calls[-1]) for call in calls[-len(layers) :])
+
+
+def _are_same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 def _prompt(length: int) -> dict[str, Any]:

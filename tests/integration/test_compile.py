@@ -147,3 +147,4 @@ def test_layers_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     with _llm(tmp_path, "float32", "wait") as llm:
         assert RUNS_COMPILED in caplog.text
         assert _ids(llm, PROMPTS) == expected
+        assert _ids(llm, PROMPTS[:1]) == expected[:1]
