@@ -5,10 +5,7 @@ from collections.abc import Sequence as SequenceOf
 from server.config import SchedulerConfig
 from server.scheduler.sequence import InFlight, Sequence
 
-
-def num_pending(sequence: Sequence) -> int:
-    """Known tokens whose KV is not computed, once everything in flight has settled."""
-    return sequence.tokens_upper - sequence.computed_upper
+_ONE_TOKEN = InFlight(num_query=1, num_drafts=0, is_sampling=True)
 
 
 class TokenBudget:
@@ -22,24 +19,35 @@ class TokenBudget:
         self._left = config.max_num_batched_tokens
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._partial_left = config.max_num_partial_prefills
-        self._reserved = {sequence.seq_id for sequence in running if num_pending(sequence) == 1}
-        has_prompts = has_waiting or len(self._reserved) < len(running)
-        spare = max(0, self._left - len(self._reserved))
+        self._reserved = sum([sequence.tokens_upper - sequence.computed_upper == 1 for sequence in running])
+        has_prompts = has_waiting or self._reserved < len(running)
+        spare = max(0, self._left - self._reserved)
         self._drafts_left = spare // 2 if has_prompts else spare
 
     def offer(self, sequence: Sequence) -> InFlight | None:
-        """The row the sequence may run in this step; None if it has nothing to do or no tokens are left."""
-        self._reserved.discard(sequence.seq_id)
-        pending = num_pending(sequence)
-        if pending == 1:
-            if sequence.tokens_lower >= sequence.limit or self._left < 1:
-                return None  # what is in flight ends it, or it must wait
-            num_drafts = self._num_drafts(sequence)
-            return InFlight(num_query=1 + num_drafts, num_drafts=num_drafts, is_sampling=True)
-        if not self.admits(pending):
-            return None
-        num_query = self._chunk(pending)
-        return InFlight(num_query=num_query, num_drafts=0, is_sampling=num_query == pending)
+        """The row a running sequence may have; None if it has nothing to do or no tokens are left. Once for each."""
+        num_pending = sequence.tokens_upper - sequence.computed_upper
+        if num_pending != 1:
+            return self.offer_prompt(num_pending)
+        self._reserved -= 1
+        if sequence.tokens_lower >= sequence.limit or self._left < 1:
+            return None  # what is in flight ends it, or it must wait
+        # Drafts to verify: what the device is known to hold, or the most it can hold by then.
+        held = sequence.num_speculative_tokens if sequence.in_flight else sequence.num_next_drafts
+        if not held:
+            return _ONE_TOKEN
+        room = sequence.limit - sequence.tokens_upper - 1
+        num_drafts = max(0, min(held, room, self._drafts_left, self._left - 1 - self._reserved))
+        return InFlight(1 + num_drafts, num_drafts, is_sampling=True)
+
+    def offer_prompt(self, num_pending: int) -> InFlight | None:
+        """The row for that many known tokens to compute, or a chunk of them; None if neither may run."""
+        num_query = min(num_pending, self._left - self._reserved, self._chunk_limit)
+        if num_query == num_pending:
+            return InFlight(num_query, 0, is_sampling=True)
+        if num_query > 0 and self._partial_left > 0:
+            return InFlight(num_query, 0, is_sampling=False)
+        return None
 
     def take(self, row: InFlight) -> None:
         """Spend an offer."""
@@ -47,17 +55,3 @@ class TokenBudget:
         self._drafts_left -= row.num_drafts
         if not row.is_sampling:
             self._partial_left -= 1
-
-    def admits(self, num_tokens: int) -> bool:
-        """Whether a row for that many pending tokens, or a chunk of them, may run."""
-        num_query = self._chunk(num_tokens)
-        return num_query == num_tokens or (num_query > 0 and self._partial_left > 0)
-
-    def _chunk(self, num_tokens: int) -> int:
-        return max(0, min(num_tokens, self._left - len(self._reserved), self._chunk_limit))
-
-    def _num_drafts(self, sequence: Sequence) -> int:
-        """Drafts to verify: what the device is known to hold, or the most it can hold by then."""
-        held = sequence.num_speculative_tokens if sequence.in_flight else sequence.num_next_drafts
-        room = sequence.limit - sequence.tokens_upper - 1
-        return max(0, min(held, room, self._drafts_left, self._left - 1 - len(self._reserved)))

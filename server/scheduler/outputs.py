@@ -1,7 +1,7 @@
 """What the scheduler tells the front after each settled step."""
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from server.engine.protocol import FinishReason, PositionLogprobs
 from server.request import Request
@@ -15,9 +15,8 @@ class Failure(enum.Enum):
     REFUSED = "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """New tokens of one choice, or its end, or both.
+class SequenceOutput(NamedTuple):
+    """New tokens of one choice, or its end, or both; a tuple as RowResult is.
 
     Attributes:
         request: as it was added; after an abort its id may come again with another one.

@@ -4,16 +4,17 @@ import hashlib
 import secrets
 import struct
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from server.engine.protocol import PositionLogprobs
 from server.kv.prefix_cache import BlockHashes
 from server.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A row that was launched and has not settled."""
+class InFlight(NamedTuple):
+    """A row that was launched and has not settled; `num_query` counts its drafts."""
 
     num_query: int
     num_drafts: int
@@ -32,14 +33,21 @@ def sampling_key(seed: int | None, choice: int) -> int:
 class Sequence:
     """Mutable state of one choice; owned by the scheduler.
 
+    Every running sequence is looked at in every step, so what could be derived from `in_flight`
+    is kept instead, by launch, settle_chunk, settle_tokens and restart.
+
     Attributes:
         order: sort key, unique; smaller goes first.
-        limit: most tokens it may have, prompt included.
         leader: the choice whose prompt blocks this one waits for; None if it need not wait.
         token_ids: prompt and settled output.
         num_computed: settled leading tokens with valid KV.
         num_next_drafts: drafts waiting on the device, known while nothing is in flight.
         epoch: grows with each preemption; results of an older one are stale.
+        num_prompt: tokens of the prompt.
+        limit: most tokens it may have, prompt included.
+        tokens_upper: most tokens it can have once everything in flight has settled.
+        tokens_lower: fewest tokens it can have then, unless it ends.
+        computed_upper: most tokens it can have computed then: all but the newest once it has sampled.
     """
 
     seq_id: int
@@ -62,35 +70,53 @@ class Sequence:
     is_finished: bool = False
     in_flight: deque[InFlight] = field(default_factory=deque)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_prompt: int = field(init=False)
+    limit: int = field(init=False)
+    tokens_upper: int = field(init=False)
+    tokens_lower: int = field(init=False)
+    computed_upper: int = field(init=False)
 
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
-
-    @property
-    def limit(self) -> int:
-        """Most tokens it may have, prompt included."""
+    def __post_init__(self) -> None:
+        """Derive what is kept; nothing is in flight yet."""
         max_tokens = self.request.sampling.max_tokens
         assert max_tokens is not None
-        return self.num_prompt + max_tokens
+        self.num_prompt = len(self.request.prompt_token_ids)
+        self.limit = self.num_prompt + max_tokens
+        self.tokens_upper = self.tokens_lower = len(self.token_ids)
+        self.computed_upper = self.num_computed
 
-    @property
-    def tokens_upper(self) -> int:
-        """Most tokens it can have once everything in flight has settled."""
-        return len(self.token_ids) + sum(1 + row.num_drafts for row in self.in_flight if row.is_sampling)
+    def launch(self, row: InFlight) -> None:
+        """Note that a row is in flight; behind one that samples only such rows may follow."""
+        self.in_flight.append(row)
+        if row.is_sampling:
+            self.tokens_upper += 1 + row.num_drafts
+            self.tokens_lower += 1
+            self.computed_upper = self.tokens_upper - 1
+        else:
+            self.computed_upper += row.num_query
 
-    @property
-    def tokens_lower(self) -> int:
-        """Fewest tokens it can have then, unless it ends."""
-        return len(self.token_ids) + sum(1 for row in self.in_flight if row.is_sampling)
+    def settle_chunk(self, row: InFlight) -> None:
+        """Note what a row computed that did not sample; it is no longer in `in_flight`."""
+        self.num_computed += row.num_query
 
-    @property
-    def computed_upper(self) -> int:
-        """Most tokens it can have computed then: all but the newest once it has sampled."""
-        if any(row.is_sampling for row in self.in_flight):
-            return self.tokens_upper - 1
-        return self.num_computed + sum(row.num_query for row in self.in_flight)
+    def settle_tokens(self, row: InFlight, num_accepted: int, token_ids: SequenceOf[int]) -> None:
+        """Note what a row sampled; it is no longer in `in_flight`.
+
+        Args:
+            num_accepted: drafts that were accepted, of the tokens that are kept.
+            token_ids: the tokens that are kept: all of them, or the sequence ends.
+        """
+        self.num_computed = len(self.token_ids) + num_accepted
+        self.token_ids += token_ids
+        self.tokens_upper -= 1 + row.num_drafts - len(token_ids)
+        self.tokens_lower += len(token_ids) - 1
+        self.computed_upper = self.tokens_upper - 1
+
+    def restart(self, num_computed: int) -> None:
+        """So many leading tokens are computed now, and nothing is in flight."""
+        assert not self.in_flight
+        self.num_computed = self.computed_upper = num_computed
+        self.num_next_drafts = 0
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -93,9 +93,11 @@ async def time_steps(num_rows: int, depth: int, num_drafts: int, decoder: Decode
     """
     num_steps = NUM_WARM_UP_STEPS + NUM_STEPS + depth
     num_tokens = (num_steps + 2) * (1 + num_drafts)
-    num_blocks = num_rows * (1 + (PROMPT_LEN + num_tokens) // BLOCK_SIZE)
+    num_blocks = num_rows * (2 + (PROMPT_LEN + num_tokens) // BLOCK_SIZE)
     info = model_info(block_size=BLOCK_SIZE, num_blocks=num_blocks, max_drafts=num_drafts)
-    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_rows * (PROMPT_LEN + 1 + num_drafts))
+    config = SchedulerConfig(
+        max_num_seqs=num_rows, max_num_batched_tokens=num_rows * (PROMPT_LEN + BLOCK_SIZE + num_drafts)
+    )
     pool = BlockPool(num_blocks + 1)
     scheduler = Scheduler(config, info, pool, enable_prefix_caching=True, clock=time.monotonic)
     executor = InstantExecutor(num_drafts)
@@ -113,7 +115,7 @@ async def time_steps(num_rows: int, depth: int, num_drafts: int, decoder: Decode
     for i in range(num_rows):
         request = Request(
             request_id=str(i),
-            prompt_token_ids=tuple(range(i, i + PROMPT_LEN)),
+            prompt_token_ids=tuple(range(i, i + PROMPT_LEN + i % BLOCK_SIZE)),  # not all fill a block in the same step
             sampling=SamplingParams(max_tokens=num_tokens),
             stop_token_ids=frozenset((0, 2)),
             deadline_s=time.monotonic() + 3600,

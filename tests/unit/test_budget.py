@@ -6,7 +6,7 @@ import pytest
 
 from server.config import SchedulerConfig
 from server.kv.prefix_cache import BlockHashes
-from server.scheduler.budget import TokenBudget, num_pending
+from server.scheduler.budget import TokenBudget
 from server.scheduler.sequence import InFlight, Sequence
 from tests.fakes.core import make_request
 
@@ -92,25 +92,25 @@ def test_no_draft_beyond_the_last_token(max_tokens: int, num_drafts: int) -> Non
 def test_in_flight_the_device_may_hold_as_many_drafts_as_it_can() -> None:
     one = decoding(0, num_next_drafts=1)
     assert spend(budget([one]), [one]) == [(2, 1, True)]
-    one.in_flight.append(InFlight(num_query=2, num_drafts=1, is_sampling=True))
-    assert (one.tokens_lower, one.tokens_upper, one.computed_upper, num_pending(one)) == (11, 12, 11, 1)
+    one.launch(InFlight(num_query=2, num_drafts=1, is_sampling=True))
+    assert (one.tokens_lower, one.tokens_upper, one.computed_upper) == (11, 12, 11)
     assert spend(budget([one]), [one]) == [(6, 5, True)]
 
 
 def test_nothing_is_offered_behind_the_row_that_ends_it() -> None:
     one = decoding(0, max_tokens=1)
-    one.in_flight.append(InFlight(num_query=1, num_drafts=0, is_sampling=True))
+    one.launch(InFlight(num_query=1, num_drafts=0, is_sampling=True))
     assert budget([one]).offer(one) is None
 
 
 def test_chunks_in_flight_count_as_computed() -> None:
     one = sequence(0, num_prompt=10, num_computed=2)
-    one.in_flight.append(InFlight(num_query=5, num_drafts=0, is_sampling=False))
+    one.launch(InFlight(num_query=5, num_drafts=0, is_sampling=False))
     assert spend(budget([one]), [one]) == [(3, 0, True)]
 
 
 def test_admission_needs_room_for_a_chunk() -> None:
     running = [decoding(i) for i in range(4)]
-    assert not budget(running, max_num_batched_tokens=4).admits(1)
-    assert budget(running, max_num_batched_tokens=5).admits(1)
-    assert budget(running, max_num_batched_tokens=5).admits(100)
+    assert budget(running, max_num_batched_tokens=4).offer_prompt(1) is None
+    assert budget(running, max_num_batched_tokens=5).offer_prompt(1) == InFlight(1, 0, is_sampling=True)
+    assert budget(running, max_num_batched_tokens=5).offer_prompt(100) == InFlight(1, 0, is_sampling=False)

@@ -1,0 +1,99 @@
+"""Who of the waiting sequences starts."""
+
+from collections.abc import Iterator
+
+from server.config import SchedulerConfig
+from server.kv.block_pool import BlockPool
+from server.kv.prefix_cache import longest_hit
+from server.plan import SequenceStart
+from server.scheduler.batch import RunningBatch
+from server.scheduler.budget import TokenBudget
+from server.scheduler.sequence import InFlight, Sequence
+from server.scheduler.statistics import Counters
+from server.scheduler.waiting import WaitingQueue
+
+
+class Admission:
+    """Seats waiting sequences, in order, while seats, blocks and budget last; owned by the scheduler."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        block_size: int,
+        pool: BlockPool,
+        waiting: WaitingQueue,
+        batch: RunningBatch,
+        counters: Counters,
+    ) -> None:
+        self._block_size = block_size
+        self._pool = pool
+        self._watermark = int(config.watermark * pool.num_usable)
+        self._waiting = waiting
+        self._batch = batch
+        self._counters = counters
+
+    def admit(
+        self, budget: TokenBudget, now: float, *, is_held: bool
+    ) -> Iterator[tuple[Sequence, SequenceStart, InFlight]]:
+        """Start sequences and offer each a row, which the caller takes before the next.
+
+        Args: is_held: only sequences that ran before may start.
+        """
+        if not self._batch.has_free_slot:
+            return
+        for sequence in self._waiting:
+            if not sequence.is_ready() or (is_held and sequence.scheduled_s is None):
+                continue
+            if not self._batch.has_free_slot:
+                break
+            cached_blocks = self._cached_blocks(sequence)
+            num_cached = len(cached_blocks) * self._block_size
+            wanted = budget.offer_prompt(len(sequence.token_ids) - num_cached)
+            if wanted is None or not self._seat(sequence, cached_blocks):
+                break
+            sequence.restart(num_cached)
+            self._waiting.remove(sequence)
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+                self._count_first_start(sequence)
+            yield sequence, _start_of(sequence), wanted
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold its first tokens already; the last token is always computed, as its logits are needed."""
+        if sequence.needs_prompt_logprobs:
+            return []
+        tokens = sequence.token_ids
+        return longest_hit(self._pool, sequence.hashes.up_to(tokens, (len(tokens) - 1) // self._block_size))
+
+    def _seat(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
+        """Give it a slot and blocks if all its known tokens fit above the watermark. Returns: whether they do."""
+        num_new = -(-len(sequence.token_ids) // self._block_size) - len(cached_blocks)
+        num_free = self._pool.num_free - sum(self._pool.is_free(block_id) for block_id in cached_blocks)
+        reserve = self._watermark if len(self._batch) else 0
+        if num_free - num_new < reserve:
+            return False
+        self._pool.acquire(cached_blocks)
+        new_blocks = self._pool.allocate(num_new)
+        assert new_blocks is not None
+        self._batch.add(sequence, cached_blocks, new_blocks)
+        return True
+
+    def _count_first_start(self, sequence: Sequence) -> None:
+        sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
+        self._counters.prefix_query_tokens += sequence.num_prompt
+        self._counters.prefix_hit_tokens += sequence.num_cached_tokens
+        self._counters.prompt_tokens += sequence.num_prompt
+
+
+def _start_of(sequence: Sequence) -> SequenceStart:
+    assert sequence.slot is not None
+    return SequenceStart(
+        slot=sequence.slot,
+        request=sequence.request,
+        key=sequence.key,
+        token_ids=tuple(sequence.token_ids),
+        num_prompt=sequence.num_prompt,
+        num_computed=sequence.num_computed,
+        block_ids=tuple(sequence.block_ids),
+        num_speculative_tokens=sequence.num_speculative_tokens,
+    )
