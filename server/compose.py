@@ -5,10 +5,8 @@ import gc
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +29,7 @@ from server.model.footprint import Footprint
 from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
+from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
 from server.rpc.lifecycle import GrpcServer, check_address
@@ -62,26 +61,9 @@ class Core:
 def build_core(config: Config) -> Core:
     """Load the model, size the KV pool, build the engine. Blocks for as long as loading takes.
 
-    It runs on a thread that ends with it: torch's pool of threads belongs to the thread that uses it, and with
-    two pools for one set of cores neither spins at its barriers, which makes a step a third longer.
-
     Raises: ConfigError, ModelError.
     """
-    core: Future[Core] = Future()
-
-    def work() -> None:
-        try:
-            core.set_result(_build_core(config))
-        except BaseException as error:
-            core.set_exception(error)
-
-    thread = threading.Thread(target=work, name="outrider-load", daemon=True)
-    thread.start()
-    try:
-        return core.result()
-    finally:
-        if core.done():
-            thread.join()
+    return run_in_passing_thread(partial(_build_core, config), "outrider-load")
 
 
 def _build_core(config: Config) -> Core:

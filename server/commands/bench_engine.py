@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from server.commands.bench_shapes import SHAPES, write_shape
 from server.commands.flag_types import at_least, integer, list_of
 from server.config_sources import ResolvedConfig, add_arguments, resolve
 from server.errors import ConfigError
+from server.host import cpu_count
+from server.passing_thread import run_in_passing_thread
 from server.request import ModelInfo
 
 _LIBRARIES = ("torch", "triton", "transformers")
@@ -68,13 +71,21 @@ def _resolved(args: argparse.Namespace) -> Iterator[ResolvedConfig]:
     """The settings; the folder of a shape lives as long as they are used."""
     settings = vars(args)
     if args.shape is None:
-        yield resolve(settings, os.environ)
+        yield _compiled(settings)
         return
     if taken := [name for name in ("model", "load_format") if name in settings]:
         raise ConfigError(f"{taken[0]}: --shape brings its own; give one of the two")
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
         model = str(write_shape(args.shape, Path(folder)))
-        yield resolve({"served_model_name": args.shape, **settings, "model": model, "load_format": "dummy"}, os.environ)
+        yield _compiled({"served_model_name": args.shape, **settings, "model": model, "load_format": "dummy"})
+
+
+def _compiled(settings: dict[str, object]) -> ResolvedConfig:
+    """What is measured is the final form, unless asked otherwise."""
+    resolved = resolve(settings, os.environ)
+    if resolved.sources["compile"] == "default":
+        return resolve({**settings, "compile": "wait"}, os.environ)
+    return resolved
 
 
 async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[str, object]:
@@ -88,13 +99,13 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
     core = build_core(resolved.config)
     info = core.engine.model_info
     _check_sizes(args, info, resolved.config.scheduler.max_num_seqs)
-    bandwidth = copy_bandwidth(info.device)
+    bandwidth = run_in_passing_thread(partial(copy_bandwidth, info.device), "outrider-copy")
     report: dict[str, Any] = {
         **describe_run(_LIBRARIES),
         "host": describe_host(),
         "device": {
             "name": device_name(info.device),
-            "threads": torch.get_num_threads(),
+            "threads": cpu_count() if info.device == "cpu" else torch.get_num_threads(),
             "copy_bytes_per_s": bandwidth,
         },
         "load": {name: getattr(args, name) for name in ("batch_sizes", "input_len", "output_len", "repeat", "seed")},

@@ -26,6 +26,7 @@ LEAVES = (
     "server.errors",
     "server.events",
     "server.host",
+    "server.passing_thread",
     "server.plan",
     "server.request",
     "server.speculative_config",
