@@ -98,7 +98,7 @@ class Scheduler:
                 wanted = self._fit_drafts(sequence, wanted)
             end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
             has_room = end <= len(sequence.block_ids) * self._block_size
-            new_blocks = () if has_room else self._grow(sequence, end, held)
+            new_blocks = () if has_room else self._grow(sequence, end, budget, held)
             if new_blocks is None:
                 is_short_of_blocks = True
                 continue
@@ -158,7 +158,7 @@ class Scheduler:
         num_unfit = min(wanted.num_drafts, wanted.num_query - num_positions)
         return InFlight(wanted.num_query - num_unfit, wanted.num_drafts - num_unfit, wanted.is_sampling)
 
-    def _grow(self, sequence: Sequence, end: int, held: set[Sequence]) -> list[int] | None:
+    def _grow(self, sequence: Sequence, end: int, budget: TokenBudget, held: set[Sequence]) -> list[int] | None:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
         count = -(-end // self._block_size) - len(sequence.block_ids)
         while (new_blocks := self._pool.allocate(count)) is None:
@@ -168,6 +168,7 @@ class Scheduler:
             if victim.in_flight:
                 held.add(victim)
                 return None
+            budget.forgo(victim)
             self._preempt(victim)
         sequence.block_ids += new_blocks
         return new_blocks

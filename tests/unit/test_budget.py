@@ -109,6 +109,17 @@ def test_chunks_in_flight_count_as_computed() -> None:
     assert spend(budget([one]), [one]) == [(3, 0, True)]
 
 
+def test_a_preempted_sequence_leaves_its_token_to_others() -> None:
+    running = [decoding(0), decoding(1), sequence(2, num_prompt=100)]
+    tokens = budget(running, max_num_batched_tokens=2)
+    assert spend(tokens, running[:1]) == [(1, 0, True)]
+    assert tokens.offer_prompt(1) is None
+    tokens.forgo(running[2])
+    assert tokens.offer_prompt(1) is None, "it was sure of nothing"
+    tokens.forgo(running[1])
+    assert tokens.offer_prompt(1) == InFlight(1, 0, is_sampling=True)
+
+
 def test_admission_needs_room_for_a_chunk() -> None:
     running = [decoding(i) for i in range(4)]
     assert budget(running, max_num_batched_tokens=4).offer_prompt(1) is None
