@@ -1,8 +1,8 @@
 """Turns the tokens of one choice into text, applies stop strings, decides what may be streamed."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from server.engine.protocol import PositionLogprobs
 from server.engine.stop_strings import find_stop, held_back_length
@@ -20,6 +20,27 @@ class Decoder(Protocol):
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """The text of some ids; U+FFFD stands for bytes that are no character."""
+
+
+class RememberingDecoder:
+    """Remembers what single tokens decode to: most tokens are decoded twice, with the one before and as context.
+
+    One for all choices, used from the event loop only; holds at most the vocabulary.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._texts: dict[tuple[int, bool], str] = {}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """What the decoder says."""
+        if len(token_ids) != 1:
+            return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        key = token_ids[0], skip_special_tokens
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
 
 
 class IncrementalDecoder:
@@ -46,17 +67,20 @@ class IncrementalDecoder:
         """The text this token completes, and whether the text now ends between characters."""
         self._new.append(token_id)
         text = self._decode(self._context + self._new)
+        if not text.endswith(REPLACEMENT):
+            new_text = text[self._returned :]
+            if new_text:
+                self._set_context(self._new)
+            else:  # a token without text is no context: its right neighbour would seem to come first
+                self._new = []
+            return new_text, True
         num_incomplete = min(MAX_INCOMPLETE, len(text) - len(text.rstrip(REPLACEMENT)))
-        if num_incomplete and len(self._new) <= MAX_INCOMPLETE and not text.startswith(self._context_text):
+        if len(self._new) <= MAX_INCOMPLETE and not text.startswith(self._context_text):
             return "", False  # with byte fallback an incomplete character takes the bytes before it along
         stable = max(self._returned, len(text) - num_incomplete)
         new_text = text[self._returned : stable]
         self._returned = stable
-        if num_incomplete == 0 and new_text:
-            self._set_context(self._new)
-        elif num_incomplete == 0:  # a token without text is no context: its right neighbour would seem to come first
-            self._new = []
-        return new_text, num_incomplete == 0
+        return new_text, False
 
     def _set_context(self, token_ids: list[int]) -> None:
         self._context, self._new = token_ids, []
@@ -67,18 +91,8 @@ class IncrementalDecoder:
         return self._decoder.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A token that was not streamed yet; `text_end` is None while its last character is incomplete."""
-
-    token_id: int
-    logprobs: PositionLogprobs | None
-    text_end: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Text and tokens that may be streamed now."""
+class Piece(NamedTuple):
+    """Text and tokens that may be streamed now; a tuple, as there is one per token."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -97,10 +111,12 @@ class ChoiceText:
         self._stops: Sequence[str] = sampling.stop
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
-        self._text = ""
-        self._num_streamed = 0
-        self._pending: list[_Pending] = []
         self.num_tokens = 0
+        # What was not streamed yet: text, tokens, and where in the text those end whose last character is complete.
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+        self._ends: list[int] = []
 
     def push(self, token_id: int, logprobs: PositionLogprobs | None, *, is_stop_token: bool) -> str | None:
         """Take in one token. Returns: the stop string it completes, None if it completes none.
@@ -114,11 +130,14 @@ class ChoiceText:
         self._text += new_text
         if new_text:  # whatever began before this token is complete now
             self._mark_complete()
-        self._pending.append(_Pending(token_id, logprobs))
+        self._token_ids.append(token_id)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
         if is_complete:
             self._mark_complete()
-        if not new_text or self.num_tokens <= self._min_tokens:
+        if not self._stops or not new_text or self.num_tokens <= self._min_tokens:
             return None
+        # A match lies in what was not streamed: its beginning was held back.
         match = find_stop(self._text, num_seen, self._stops)
         if match is None:
             return None
@@ -126,23 +145,21 @@ class ChoiceText:
         return match.stop
 
     def _mark_complete(self) -> None:
-        for token in self._pending:
-            if token.text_end is None:
-                token.text_end = len(self._text)
+        while len(self._ends) < len(self._token_ids):
+            self._ends.append(len(self._text))
 
     def take(self, *, is_final: bool) -> Piece | None:
         """What may be streamed now; at the end everything. None if there is nothing."""
-        count, end = len(self._pending), len(self._text)
-        if not is_final:
-            free = end - held_back_length(self._text[self._num_streamed :], self._stops)
-            count, end = 0, self._num_streamed
-            for token in self._pending:
-                if token.text_end is None or token.text_end > free:
-                    break
-                count, end = count + 1, token.text_end
-        taken, self._pending = self._pending[:count], self._pending[count:]
-        text, self._num_streamed = self._text[self._num_streamed : end], max(end, self._num_streamed)
-        if not taken and not text:
+        if is_final or not (self._stops or len(self._ends) < len(self._token_ids)):
+            piece = Piece(self._text, tuple(self._token_ids), tuple(self._logprobs))
+            self._text, self._token_ids, self._logprobs, self._ends = "", [], [], []
+            return piece if piece.token_ids or piece.text else None
+        count = bisect_right(self._ends, len(self._text) - held_back_length(self._text, self._stops))
+        if count == 0:
             return None
-        logprobs = tuple(token.logprobs for token in taken if token.logprobs is not None)
-        return Piece(text, tuple(token.token_id for token in taken), logprobs)
+        end = self._ends[count - 1]
+        piece = Piece(self._text[:end], tuple(self._token_ids[:count]), tuple(self._logprobs[:count]))
+        self._text = self._text[end:]
+        del self._token_ids[:count], self._logprobs[:count]
+        self._ends = [later - end for later in self._ends[count:]]
+        return piece

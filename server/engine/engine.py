@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from server.engine.detokenize import Decoder
+from server.engine.detokenize import Decoder, RememberingDecoder
 from server.engine.live_request import LiveRequest
 from server.engine.lock_wait import blocked_clock
 from server.engine.protocol import EngineStatistics, RequestStream
@@ -69,7 +69,7 @@ class NativeEngine:
         """
         self._scheduler = scheduler
         self._executor = executor
-        self._decoder = decoder
+        self._decoder = RememberingDecoder(decoder)
         self._model_info = model_info
         self._bus = bus
         self._depth = pipeline_depth
@@ -190,29 +190,34 @@ class NativeEngine:
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         for output in outputs:
-            live = self._live.get(output.request_id)
-            if live is None or live.request is not output.request:
+            request = output.request
+            live = self._live.get(request.request_id)
+            if live is None or live.request is not request:
                 continue  # ended, and perhaps opened again under the same id
+            if output.failure is not None:
+                self._break_off(request.request_id, self._error_of(output))
+                continue
             try:
                 self._deliver_one(live, output)
             except Exception as error:  # detokenising: this request is broken, the others are not
-                self._break_off(output.request_id, self._failed(output.request_id, "detokenising failed", error))
+                self._break_off(request.request_id, self._failed(request.request_id, "detokenising failed", error))
 
     def _deliver_one(self, live: LiveRequest, output: SequenceOutput) -> None:
-        if output.failure is Failure.EXPIRED:
-            self._break_off(output.request_id, DeadlineExceeded(output.request_id, output.error))
-        elif output.failure is Failure.REFUSED:
-            self._break_off(output.request_id, InvalidRequest.of("sampling", output.error))
-        elif output.failure is Failure.BROKEN:
-            self._break_off(output.request_id, self._failed(output.request_id, output.error, None))
-        else:
-            live.deliver(output, partial(self._stop_choice, output.request_id))
-            self._queued.discard(output.request_id)
-            if live.is_finished:
-                self._remove(output.request_id).mailbox.close()
+        request_id = output.request.request_id
+        if not live.is_started:
+            self._queued.discard(request_id)
+        if live.deliver(output):
+            self._inbox.put(partial(self._scheduler.abort, request_id, output.choice))
+        if live.is_finished:
+            self._remove(request_id).mailbox.close()
 
-    def _stop_choice(self, request_id: str, choice: int) -> None:
-        self._inbox.put(partial(self._scheduler.abort, request_id, choice))
+    def _error_of(self, output: SequenceOutput) -> OutriderError:
+        request_id = output.request.request_id
+        if output.failure is Failure.EXPIRED:
+            return DeadlineExceeded(request_id, output.error)
+        if output.failure is Failure.REFUSED:
+            return InvalidRequest.of("sampling", output.error)
+        return self._failed(request_id, output.error, None)
 
     def _break_off(self, request_id: str, error: OutriderError) -> None:
         """End a live request with an error."""

@@ -1,7 +1,6 @@
 """One request on the event loop's side: from scheduler outputs to stream events."""
 
 import asyncio
-from collections.abc import Callable
 
 from server.engine.detokenize import ChoiceText, Decoder
 from server.engine.protocol import (
@@ -36,9 +35,10 @@ class Choice:
 
     def take_in(self, output: SequenceOutput) -> tuple[FinishReason, int | str | None] | None:
         """Add an output's tokens, left to right. Returns: why the choice ends, with what matched, if it does."""
+        if output.token_ids:
+            self._count(output)
         self._num_cached = output.num_cached_tokens
         self._scheduled_s = output.scheduled_s
-        self._count(output)
         last = len(output.token_ids) - 1
         for i, token_id in enumerate(output.token_ids):
             is_stop_token = i == last and output.finish_reason is FinishReason.STOP
@@ -51,8 +51,6 @@ class Choice:
         return output.finish_reason, output.stop_token_id
 
     def _count(self, output: SequenceOutput) -> None:
-        if not output.token_ids:
-            return
         if self._first_token_s is None:
             self._first_token_s = output.settled_s
         self._last_token_s = output.settled_s
@@ -104,6 +102,7 @@ class LiveRequest:
         self.is_started = False
         self.request: Request | None = None
         self._choices: list[Choice] = []
+        self._num_open = 0
 
     @property
     def is_submitted(self) -> bool:
@@ -113,31 +112,33 @@ class LiveRequest:
     @property
     def is_finished(self) -> bool:
         """Whether every choice has ended."""
-        return self.is_submitted and all(choice.is_finished for choice in self._choices)
+        return self.is_submitted and self._num_open == 0
 
     def submit(self, request: Request, decoder: Decoder) -> None:
         """Take in the tokenised request."""
         self.request = request
         self._choices = [Choice(decoder, request, index) for index in range(request.sampling.n)]
+        self._num_open = request.sampling.n
 
-    def deliver(self, output: SequenceOutput, stop_choice: Callable[[int], None]) -> None:
+    def deliver(self, output: SequenceOutput) -> bool:
         """Turn an output into stream events.
 
-        Args: stop_choice: called with a choice's index where a stop string ends it before the
-            scheduler knows; what the scheduler still sends for it is dropped.
+        Returns: whether a stop string has ended the choice before the scheduler knows; what that still sends for it
+            is dropped.
         """
         choice = self._choices[output.choice]
         if choice.is_finished:
-            return
-        self._start(output)
+            return False
+        if not self.is_started or output.prompt_logprobs:
+            self._start(output)
         end = choice.take_in(output)
         piece = choice.text.take(is_final=end is not None)
         if piece is not None:
             self.mailbox.put_piece(choice.index, piece)
-        if end is not None:
-            if output.finish_reason is None:
-                stop_choice(choice.index)
-            self._finish(choice, *end, now=output.settled_s)
+        if end is None:
+            return False
+        self._finish(choice, *end, now=output.settled_s)
+        return output.finish_reason is None
 
     def _start(self, output: SequenceOutput) -> None:
         assert self.request is not None
@@ -167,10 +168,14 @@ class LiveRequest:
         """End with an error; what the open choices had come to is noted, but not streamed."""
         for choice in self._choices:
             if not choice.is_finished:
-                choice.is_finished = True
+                self._close(choice)
                 self.mailbox.finished.append(choice.finished(FinishReason.ABORT, None, now))
         self.mailbox.close(error)
 
     def _finish(self, choice: Choice, reason: FinishReason, stop_reason: int | str | None, now: float) -> None:
-        choice.is_finished = True
+        self._close(choice)
         self.mailbox.put_finished(choice.finished(reason, stop_reason, now))
+
+    def _close(self, choice: Choice) -> None:
+        choice.is_finished = True
+        self._num_open -= 1

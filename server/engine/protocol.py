@@ -53,7 +53,7 @@ class PromptLogprobs:
     positions: tuple[PositionLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one per token, and it would take three times as long to make
 class Delta:
     """More tokens of one choice; `logprobs` is empty or has one entry per token."""
 

@@ -2,21 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from itertools import chain
 
 from server.engine.detokenize import Piece
-from server.engine.protocol import Delta, Finished, PositionLogprobs, StreamEvent
+from server.engine.protocol import Delta, Finished, StreamEvent
 from server.errors import OutriderError
-
-
-@dataclass(slots=True)
-class _Unread:
-    """Pieces of one choice that were not read yet."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
 
 
 class Mailbox:
@@ -30,59 +20,71 @@ class Mailbox:
         self.request_id = request_id
         self.finished: list[Finished] = []
         self._first: deque[StreamEvent] = deque()
-        self._unread: dict[int, _Unread] = {}
+        self._unread: dict[int, list[Piece]] = {}
         self._finished: deque[Finished] = deque()
         self._error: OutriderError | None = None
         self._is_closed = False
-        self._has_news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put_first(self, event: StreamEvent) -> None:
         """An event that goes before all deltas that were not read yet."""
         self._first.append(event)
-        self._has_news.set()
+        self._wake()
 
     def put_piece(self, index: int, piece: Piece) -> None:
         """More text and tokens of one choice."""
-        unread = self._unread.setdefault(index, _Unread())
-        unread.text.append(piece.text)
-        unread.token_ids += piece.token_ids
-        unread.logprobs += piece.logprobs
-        self._has_news.set()
+        unread = self._unread.get(index)
+        if unread is None:
+            self._unread[index] = [piece]
+        else:
+            unread.append(piece)
+        self._wake()
 
     def put_finished(self, finished: Finished) -> None:
         """The end of one choice; goes after its deltas."""
         self.finished.append(finished)
         self._finished.append(finished)
-        self._has_news.set()
+        self._wake()
 
     def close(self, error: OutriderError | None = None) -> None:
         """No more will come; an error is raised once everything before it was read."""
         if not self._is_closed:
             self._is_closed = True
             self._error = error
-            self._has_news.set()
+            self._wake()
 
-    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
-        """Yields events until the mailbox is closed and empty."""
-        while True:
-            event = self._next_nowait()
-            if event is not None:
-                yield event
-            elif self._is_closed:
-                if self._error is not None:
-                    raise self._error
-                return
-            else:
-                self._has_news.clear()
-                await self._has_news.wait()
+    def __aiter__(self) -> "Mailbox":
+        """Iterates over events until the mailbox is closed and empty."""
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        """The next event. Raises: the error it was closed with, once there is nothing before it."""
+        while (event := self._next_nowait()) is None:
+            if self._error is not None:
+                raise self._error
+            if self._is_closed:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return event
+
+    def _wake(self) -> None:
+        """Let the reader go on, once for all that comes until it does."""
+        if self._reader is not None:
+            if not self._reader.done():  # as it is if the reader was cancelled
+                self._reader.set_result(None)
+            self._reader = None
 
     def _next_nowait(self) -> StreamEvent | None:
         if self._first:
             return self._first.popleft()
         if self._finished and self._finished[0].index not in self._unread:
             return self._finished.popleft()
-        if self._unread:
-            index = next(iter(self._unread))
-            unread = self._unread.pop(index)
-            return Delta(index, "".join(unread.text), tuple(unread.token_ids), tuple(unread.logprobs))
-        return None
+        if not self._unread:
+            return None
+        index = next(iter(self._unread))
+        pieces = self._unread.pop(index)
+        if len(pieces) == 1:  # read in time
+            return Delta(index, *pieces[0])
+        text, token_ids, logprobs = zip(*pieces, strict=True)
+        return Delta(index, "".join(text), tuple(chain(*token_ids)), tuple(chain(*logprobs)))

@@ -122,7 +122,7 @@ async def time_steps(num_rows: int, depth: int, num_drafts: int, decoder: Decode
         )
         # Its own thread never starts, so that the parts can be told apart.
         live = engine._live[request.request_id] = LiveRequest(request.request_id)
-        live.submit(request, decoder)
+        live.submit(request, engine._decoder)
         scheduler.add(request)
         readers.append(asyncio.create_task(read(live.mailbox)))
     watch = Stopwatch()
