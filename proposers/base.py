@@ -42,13 +42,29 @@ class ProposeInput:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """The vocabulary of the distributions that drafts are drawn from.
+
+    Attributes:
+        size: of it.
+        dtype: of the logits.
+        to_draft: [target's vocabulary] int32, the id that a token has in it, or -1; None where it is the target's.
+    """
+
+    size: int
+    dtype: torch.dtype
+    to_draft: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """Proposed tokens.
 
     Attributes:
-        ids: [R, k] int32, -1 beyond a row's count.
+        ids: [R, k] int32, the target's, -1 beyond a row's count.
         counts: [R] int32.
-        logits: [R, k, vocab], what the drafts were drawn from; None means one-hot.
+        logits: [R, k, size] of the proposer's `vocabulary`, whose softmax the drafts were drawn from; what lies
+            beyond a row's count is never looked at. None where drafts are certain.
     """
 
     ids: Tensor
@@ -66,6 +82,10 @@ class Proposer(Protocol):
     @property
     def runs_on_device(self) -> bool:
         """Whether `propose` only queues device work of shapes that the host knows, so that it can be captured."""
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """What drafts are drawn from, the same in every Draft; None where they are certain, as a lookup's are."""
 
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft the tokens that may follow each sequence."""

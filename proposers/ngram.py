@@ -71,6 +71,11 @@ class NgramProposer:
         """Nothing is read on the host."""
         return True
 
+    @property
+    def vocabulary(self) -> None:
+        """A lookup draws nothing."""
+        return None
+
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft by lookup; every operation is on the device and of a shape the host knows."""
         if jit.is_available(inputs.slots.device):

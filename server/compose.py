@@ -20,6 +20,7 @@ from server.errors import ConfigError, EngineDead
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kernels import jit
+from server.kernels.rejection import Method
 from server.kv.block_pool import BlockPool
 from server.model.attention import CPU_ATTENTION_NAME
 from server.model.compilation import Compilation
@@ -34,10 +35,12 @@ from server.preprocess import Preprocessor
 from server.request import ModelInfo
 from server.rpc.lifecycle import GrpcServer, check_address
 from server.scheduler.scheduler import Scheduler
+from server.speculative_config import SpeculativeConfig
 from server.telemetry.pipeline import Telemetry
 from server.worker.buckets import batch_sizes
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
 from server.worker.memory import activation_nbytes, kept_nbytes, kv_budget
+from server.worker.rejection import Acceptance
 from server.worker.runner import Runner
 from server.worker.warm_up import warm_up
 
@@ -92,7 +95,8 @@ def _build_core(config: Config) -> Core:
         loaded.vocab_size,
     )
     head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed)
-    build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposer=proposer)
+    acceptance = _acceptance(config.speculative)
+    build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposer=proposer, acceptance=acceptance)
     sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []
     longest = config.model.max_model_len or loaded.max_position_embeddings
     graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
@@ -138,6 +142,13 @@ def _build_core(config: Config) -> Core:
 def build_proposer(config: Config, target: TargetView) -> Proposer | None:
     """What drafts; None without speculation. Raises: ConfigError."""
     return None if config.speculative is None else config.speculative.proposer.build(target)
+
+
+def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
+    if config is None:
+        return Acceptance()
+    method = Method[config.acceptance.rejection_sample_method.upper()]
+    return Acceptance(method, config.acceptance.rates(config.num_speculative_tokens))
 
 
 def serve(config: Config) -> None:

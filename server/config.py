@@ -13,8 +13,7 @@ from pydantic import Field, field_validator
 
 from server.config_values import ByteCount, Given, Section, build_section
 from server.errors import ConfigError
-from server.speculative_config import NAME as SPECULATIVE_CONFIG
-from server.speculative_config import SpeculativeConfig, parse_speculative_config
+from server.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, parse_speculative_config
 from server.suggestions import did_you_mean
 
 

@@ -11,9 +11,10 @@ from typing import cast
 import yaml
 
 from proposers.registry import BUILT_IN
-from server.config import FLAT_SECTIONS, SETTING_NAMES, SPECULATIVE_CONFIG, Config
+from server.config import FLAT_SECTIONS, SETTING_NAMES, Config
 from server.config_values import Given, accepted_values, choices
 from server.errors import ConfigError
+from server.speculative_config import SPECULATIVE_CONFIG
 from server.suggestions import did_you_mean
 
 ENV_PREFIX = "OUTRIDER_"

@@ -91,7 +91,13 @@ def accepted_values(field: FieldInfo) -> str:
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
-    kinds: dict[object, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    kinds: dict[object, str] = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        tuple[float, ...]: "a list of numbers",
+    }
     limits = " and ".join(_limits(field.metadata))
     return " ".join(filter(None, [kinds[annotation], limits])) + (", or none" if accepts_none(field) else "")
 

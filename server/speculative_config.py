@@ -2,23 +2,86 @@
 
 import json
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast
 
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from proposers.config import ProposerConfig
 from proposers.registry import config_class
 from server.config_values import Given, Section, build_section, quoted
 from server.errors import ConfigError
+from server.suggestions import did_you_mean
 
-NAME = "speculative_config"
+SPECULATIVE_CONFIG = "speculative_config"
 DEFAULT_METHOD = "ngram"
+SYNTHETIC_FIELDS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+
+
+class AcceptanceConfig(Section):
+    """Which drafts of sampled requests without a seed are kept."""
+
+    rejection_sample_method: Literal["standard", "block", "synthetic"] = Field(
+        default="standard",
+        description="standard judges drafts one by one; block as a whole, and keeps no fewer; synthetic keeps them "
+        "at given rates, whatever the model says: for measurements only",
+    )
+    synthetic_acceptance_rates: tuple[float, ...] | None = Field(
+        default=None, description="the share of steps that keep at least 1, 2, ... drafts"
+    )
+    synthetic_acceptance_length: float | None = Field(
+        default=None, description="mean tokens of a step, the one after the kept drafts included"
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> "AcceptanceConfig":
+        given = [name for name in SYNTHETIC_FIELDS if getattr(self, name) is not None]
+        if self.rejection_sample_method == "synthetic" and len(given) != 1:
+            raise ValueError(f"rejection_sample_method synthetic needs one of {' and '.join(SYNTHETIC_FIELDS)}")
+        if self.rejection_sample_method != "synthetic" and given:
+            raise ValueError(f"{given[0]} needs rejection_sample_method synthetic")
+        rates = self.synthetic_acceptance_rates or ()
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise ValueError(f"synthetic_acceptance_rates must be from 0 to 1, got {list(rates)}")
+        if list(rates) != sorted(rates, reverse=True):
+            raise ValueError(
+                f"synthetic_acceptance_rates must not rise, as who keeps two drafts has kept one, got {list(rates)}"
+            )
+        return self
+
+    def check_width(self, num_drafts: int) -> None:
+        """See that the values fit so many drafts. Raises: ValueError, whose message names the field."""
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        if rates is not None and len(rates) != num_drafts:
+            raise ValueError(
+                f"synthetic_acceptance_rates must be one for each of num_speculative_tokens ({num_drafts}), "
+                f"got {len(rates)}"
+            )
+        if length is not None and not 1 <= length <= num_drafts + 1:
+            raise ValueError(
+                f"synthetic_acceptance_length must be from 1 to num_speculative_tokens + 1 ({num_drafts + 1}), "
+                f"got {length:g}"
+            )
+
+    def rates(self, num_drafts: int) -> tuple[float, ...]:
+        """The share of steps that keep at least 1, 2, ... drafts; empty unless the method is synthetic.
+
+        A length is made of equal chances for each draft after those before it were kept.
+        """
+        if self.synthetic_acceptance_length is None:
+            return self.synthetic_acceptance_rates or ()
+        low, high = 0.0, 1.0
+        for _ in range(53):  # bisection to the last bit
+            chance = (low + high) / 2
+            length = sum(chance**i for i in range(num_drafts + 1))
+            low, high = (chance, high) if length < self.synthetic_acceptance_length else (low, chance)
+        return tuple(high ** (i + 1) for i in range(num_drafts))
 
 
 class SpeculativeConfig(Section):
     """Settings of speculation."""
 
     proposer: SerializeAsAny[ProposerConfig]
+    acceptance: AcceptanceConfig = AcceptanceConfig()
 
     @property
     def method(self) -> str:
@@ -32,7 +95,7 @@ class SpeculativeConfig(Section):
 
     def plain(self) -> object:
         """The settings as they may be given again."""
-        return self.proposer.model_dump()
+        return {**self.proposer.model_dump(), **self.acceptance.model_dump(exclude_defaults=True)}
 
 
 def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
@@ -46,15 +109,22 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             problem = f"must be a JSON object or none, got {quoted(value)}: {error}"
-            raise ConfigError(f"{NAME}: {problem} (from {given.source})") from None
+            raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
     if value is None or isinstance(value, str):
         return None
     if isinstance(value, SpeculativeConfig):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{NAME}: must be a mapping or none, got {quoted(given.value)} (from {given.source})")
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})")
     items = {str(name): item for name, item in cast("Mapping[object, object]", value).items()}
-    return SpeculativeConfig(proposer=_parse_proposer(items, given.source, f"{NAME}."))
+    rules = {name: Given(items.pop(name), given.source) for name in AcceptanceConfig.model_fields if name in items}
+    proposer = _parse_proposer(items, given.source, f"{SPECULATIVE_CONFIG}.")
+    acceptance = build_section(AcceptanceConfig, rules, prefix=f"{SPECULATIVE_CONFIG}.")
+    try:
+        acceptance.check_width(proposer.num_speculative_tokens)
+    except ValueError as error:
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {given.source})") from None
+    return SpeculativeConfig(proposer=proposer, acceptance=acceptance)
 
 
 def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> ProposerConfig:
@@ -65,5 +135,8 @@ def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> Pr
         section = config_class(method)
     except ConfigError as error:
         raise ConfigError(f"{prefix}method: {error}, got {quoted(method)} (from {source})") from error
+    names = (*section.model_fields, *AcceptanceConfig.model_fields)
+    if unknown := [name for name in items if name not in names]:
+        raise ConfigError(f"{prefix}{unknown[0]}: no such setting{did_you_mean(unknown[0], names)} (from {source})")
     given = {name: Given(item, source) for name, item in {**items, "method": method}.items()}
     return build_section(section, given, prefix=prefix)

@@ -1,4 +1,4 @@
-"""Eager twin of the acceptance kernels, on tensors of probabilities; names and arguments are theirs."""
+"""Eager twin of the acceptance kernels; names and arguments are theirs."""
 
 import torch
 from torch import Tensor
@@ -19,41 +19,56 @@ def verify_drafts(
     """See rejection.verify_drafts."""
     k = draft_ids.shape[1]
     log_p = target_logits.float().log_softmax(-1)
-    p = target_logits.float().softmax(-1)
-    q = _draft_probs(p, draft_ids, draft_logits, to_draft)
-    chance = torch.ones_like(p[:, :, 0])
+    p = log_p[:, :k].gather(2, draft_ids.clamp(min=0)[..., None])[..., 0].exp()
+    drafter = _Drafter(draft_ids, draft_logits, to_draft)
+    chance = torch.ones_like(log_p[:, :, 0])
     if method == Method.SYNTHETIC:
         assert rates is not None
         before = torch.cat((rates.new_ones(1), rates[:-1]))[:k]
         num_accepted = _count_leading(uniforms * before < rates, num_drafts)
     elif method == Method.STANDARD:
-        num_accepted = _count_leading(uniforms * _at(q, draft_ids) < _at(p[:, :k], draft_ids), num_drafts)
+        num_accepted = _count_leading(uniforms * drafter.chosen_probs < p, num_drafts)
     else:
-        chance = _chances(_at(p[:, :k], draft_ids), _at(q, draft_ids))
-        num_accepted = _count_block(p, q, chance, uniforms, num_drafts)
-    if k == 0:
-        return num_accepted, log_p[:, 0]
-    row = torch.arange(p.shape[0], device=p.device)
-    weights, last = log_p[row, num_accepted], num_accepted.clamp(max=k - 1)
-    residual = chance[row, num_accepted, None] * p[row, num_accepted] - q[row, last]
+        chance = _chances(p, drafter.chosen_probs)
+        num_accepted = _count_block(log_p, drafter, chance, uniforms, num_drafts)
+    row = torch.arange(log_p.shape[0], device=log_p.device)
+    weights = log_p[row, num_accepted]
+    if k == 0 or method == Method.SYNTHETIC:
+        return num_accepted, weights
+    last = num_accepted.clamp(max=k - 1)
+    residual = drafter.subtract_from(chance[row, num_accepted, None] * weights.exp(), last)
     left = torch.where(residual > 0, residual.log(), weights - UNLIKELY)
-    is_residual = (num_accepted < num_drafts) & (method != Method.SYNTHETIC)
-    return num_accepted, torch.where(is_residual[:, None], left, weights)
+    return num_accepted, torch.where((num_accepted < num_drafts)[:, None], left, weights)
 
 
-def _draft_probs(p: Tensor, draft_ids: Tensor, draft_logits: Tensor | None, to_draft: Tensor | None) -> Tensor:
-    """[M, k, vocab], in the target's vocabulary."""
-    if draft_logits is None:
-        return torch.nn.functional.one_hot(draft_ids.clamp(min=0), p.shape[2]).float()
-    q = draft_logits.float().softmax(-1)
-    if to_draft is None:
-        return q
-    return torch.where(to_draft >= 0, q[:, :, to_draft.clamp(min=0).long()], 0)
+class _Drafter:
+    """What the drafts were drawn from.
 
+    Attributes:
+        chosen_probs: [M, k], the drafts' own probabilities.
+    """
 
-def _at(probs: Tensor, draft_ids: Tensor) -> Tensor:
-    """[M, k], the drafts' own probabilities."""
-    return probs.gather(2, draft_ids.clamp(min=0)[..., None])[..., 0]
+    def __init__(self, draft_ids: Tensor, draft_logits: Tensor | None, to_draft: Tensor | None) -> None:
+        self._ids = draft_ids.clamp(min=0)
+        self._to_draft = to_draft
+        self._probs = None if draft_logits is None else draft_logits.float().softmax(-1)
+        if self._probs is None:
+            self.chosen_probs = torch.ones_like(draft_ids, dtype=torch.float32)
+            return
+        ids = self._ids if to_draft is None else to_draft.long()[self._ids]
+        found = self._probs.gather(2, ids.clamp(min=0)[..., None])[..., 0]
+        self.chosen_probs = torch.where(ids >= 0, found, 0)
+
+    def subtract_from(self, weights: Tensor, position: Tensor) -> Tensor:
+        """[M, vocab] less what the drafter gave each token at a [M] position."""
+        row = torch.arange(weights.shape[0], device=weights.device)
+        if self._probs is None:
+            rejected = self._ids[row, position][:, None]
+            return weights.scatter_add(1, rejected, torch.full_like(rejected, -1, dtype=weights.dtype))
+        q = self._probs[row, position]
+        if self._to_draft is not None:
+            q = torch.where(self._to_draft >= 0, q[:, self._to_draft.clamp(min=0).long()], 0)
+        return weights - q
 
 
 def _count_leading(is_kept: Tensor, num_drafts: Tensor) -> Tensor:
@@ -72,12 +87,13 @@ def _chances(p: Tensor, q: Tensor) -> Tensor:
     return torch.stack(chances, 1)
 
 
-def _count_block(p: Tensor, q: Tensor, chance: Tensor, uniforms: Tensor, num_drafts: Tensor) -> Tensor:
+def _count_block(log_p: Tensor, drafter: _Drafter, chance: Tensor, uniforms: Tensor, num_drafts: Tensor) -> Tensor:
     """[M] int64: length of the longest beginning whose coin falls in its favour."""
     num_accepted = torch.zeros_like(num_drafts)
-    k = q.shape[1]
+    k = uniforms.shape[1]
     for i in range(1, k + 1):
-        mass = (chance[:, i, None] * p[:, i] - q[:, min(i, k - 1)]).clamp(min=0).sum(-1)
+        position = torch.full_like(num_drafts, min(i, k - 1))
+        mass = drafter.subtract_from(chance[:, i, None] * log_p[:, i].exp(), position).clamp(min=0).sum(-1)
         whole = mass + (1 - chance[:, i])
         share = torch.where(whole > 0, mass / whole, 1.0)
         share = torch.where(i < num_drafts, share, chance[:, i])

@@ -15,7 +15,7 @@ class Starts:
     """Sequences that enter the batch, n of them, on their way to the device.
 
     Attributes:
-        slots: [n] int64. integers: [7, n] int64, floats: [7, n] float32, max_drafts: [n] int32; the columns.
+        slots: [n] int64. integers: [7, n] int64, floats: [8, n] float32, max_drafts: [n] int32; the columns.
         token_ids, block_ids: for each sequence its own, int32.
     """
 
@@ -51,7 +51,8 @@ class BatchState:
         block_table: [S + 1, max_blocks] int32; 0 beyond a sequence's blocks.
         num_prompt, first_stop, key, top_k: [S + 1] int64; first_stop is the first position a stop token may take.
         temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty: [S + 1] float32; a
-            temperature of 0 is greedy. noise: [S + 1] float32, 0 for those and 1 for others.
+            temperature of 0 is greedy. noise: [S + 1] float32, 0 for those and 1 for others. is_rejecting: [S + 1]
+            float32, 1 for those of noise and no seed, whose drafts the rejection rule may judge.
         max_drafts: [S + 1] int32; most drafts to propose.
     """
 
@@ -66,11 +67,12 @@ class BatchState:
         self.block_table = torch.zeros(num_rows, self._max_blocks, dtype=torch.int32, device=device)
         self._flat_table = self.block_table.view(-1)
         self._integers = torch.zeros(7, num_rows, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(7, num_rows, dtype=torch.float32, device=device)
+        self._floats = torch.zeros(8, num_rows, dtype=torch.float32, device=device)
         self.num_tokens, self.num_computed, self.num_drafts = self._integers[:3]
         self.num_prompt, self.first_stop, self.key, self.top_k = self._integers[3:]
         self.temperature, self.noise, self.top_p, self.min_p = self._floats[:4]
-        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._floats[4:]
+        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._floats[4:7]
+        self.is_rejecting = self._floats[7]
         self.max_drafts = torch.zeros(num_rows, dtype=torch.int32, device=device)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -142,4 +144,5 @@ def _floats(start: SequenceStart) -> tuple[float, ...]:
         sampling.repetition_penalty,
         sampling.frequency_penalty,
         sampling.presence_penalty,
+        0.0 if sampling.is_greedy or sampling.seed is not None else 1.0,
     )

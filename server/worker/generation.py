@@ -11,8 +11,8 @@ from server.model.head import LMHead
 from server.worker.batch import BatchState
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, chosen_logprobs
-from server.worker.rejection import count_accepted
-from server.worker.sampler import Drafts, Sampler
+from server.worker.rejection import Acceptance, Drafts, RejectionRule
+from server.worker.sampler import Sampler
 from server.worker.step_inputs import SamplingRows
 
 
@@ -44,20 +44,33 @@ class Generation:
     likeliest token, for seeded rows the one their seed gives there. For all others the noise is as good as any:
     the chosen token is drawn from the target, so a draft is kept with the probability that the target gives it,
     and what replaces it is drawn from the rest. That is rejection sampling for drafts that were proposed with
-    certainty (Leviathan et al. 2023, arXiv:2211.17192, with q one-hot).
+    certainty (Leviathan et al. 2023, arXiv:2211.17192, with q one-hot). Where drafts are drawn, or another rule is
+    asked for, the drafts of those others are judged by that; see Sampler.
     """
 
     def __init__(
-        self, batch: BatchState, head: LMHead, processor: LogitsProcessor, proposer: Proposer | None, max_tokens: int
+        self,
+        batch: BatchState,
+        head: LMHead,
+        processor: LogitsProcessor,
+        proposer: Proposer | None,
+        acceptance: Acceptance,
+        max_tokens: int,
     ) -> None:
         self._batch = batch
         self._head = head
         self._processor = processor
-        self._sampler = Sampler(batch)
         self._proposer = proposer
         self._max_tokens = max_tokens
+        device = batch.num_tokens.device
         max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
-        self._offsets = torch.arange(1 + max_drafts, device=batch.num_tokens.device)
+        self._offsets = torch.arange(1 + max_drafts, device=device)
+        vocabulary = None if proposer is None else proposer.vocabulary
+        self._sampler = Sampler(batch, RejectionRule(acceptance, vocabulary, device))
+        self._draft_logits: Tensor | None = None
+        if vocabulary is not None:  # of each slot's drafts, until they are verified
+            shape = (batch.spare_slot + 1, max_drafts, vocabulary.size)
+            self._draft_logits = torch.zeros(shape, dtype=vocabulary.dtype, device=device)
 
     def generate(self, sampling: SamplingRows, hidden: Tensor) -> Generated:
         """Args: hidden: [T, hidden] of all flat tokens."""
@@ -67,19 +80,19 @@ class Generation:
         failures = self._processor.apply(logits, sampling)
         num_tokens = batch.num_tokens[slots]
         drafts = self._drafts(sampling, num_tokens)
-        token_ids, scores = self._sampler.choose(logits, sampling, num_tokens, drafts)
-        if drafts is None:
+        chosen = self._sampler.choose(logits, sampling, num_tokens, drafts)
+        token_ids, num_accepted = chosen.ids, chosen.num_accepted
+        if drafts is None or num_accepted is None:
             num_accepted = num_drafted = torch.zeros_like(slots)
             end, next_ids = num_tokens, token_ids[:, 0]
         else:
             num_drafted = drafts.counts
-            num_accepted = count_accepted(drafts.ids, num_drafted, token_ids)
             end, next_ids = num_tokens + num_accepted, token_ids.gather(1, num_accepted[:, None])[:, 0]
         batch.token_ids[slots, end] = next_ids.int()
         batch.num_tokens[slots] = end + sampling.num_new
         batch.num_computed[slots] = end
         num_next_drafts = self._draft(sampling)
-        score_bits = scores.double().view(torch.int64)
+        score_bits = chosen.scores.double().view(torch.int64)
         return Generated(
             columns=(num_accepted, num_drafted, num_next_drafts, token_ids.view(-1), score_bits.view(-1)),
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
@@ -93,7 +106,8 @@ class Generation:
         batch, slots = self._batch, sampling.slots
         ahead = self._offsets[: sampling.num_positions - 1]
         ids = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
-        return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts))
+        logits = None if self._draft_logits is None else self._draft_logits[slots, : len(ahead)]
+        return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts), logits)
 
     def _logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
         assert sampling.reporting is not None
@@ -115,6 +129,9 @@ class Generation:
         )
         ahead = num_tokens[:, None] + self._offsets[: draft.ids.shape[1]]
         batch.token_ids[slots[:, None], ahead] = draft.ids.clamp(min=0)  # padding is never read, but must be an index
+        if self._draft_logits is not None:
+            assert draft.logits is not None, "a proposer with a vocabulary says what drafts were drawn from"
+            self._draft_logits[slots] = draft.logits
         num_drafts = draft.counts.long()
         batch.num_drafts[slots] = num_drafts
         return num_drafts

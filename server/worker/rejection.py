@@ -1,7 +1,7 @@
-"""Which draft tokens the target keeps, and the token that follows them.
+"""Which draft tokens are kept: the rule of the rows that a noise of their own does not decide.
 
-`num_drafts` rows may be shorter than the draft tensors; what lies beyond is neither accepted nor
-rejected: the next token is then the bonus token of the first position without a draft.
+A row may have fewer drafts than there is room for; what lies beyond is neither accepted nor rejected: the next
+token is then the bonus token of the first position without a draft.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proposers.base import DraftVocabulary
+from server.kernels import jit, rejection_reference
+from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.rejection import Method, verify_drafts
+from server.worker.noise import Stream, gumbel, uniform
+
+_COINS_PER_POSITION = 64
+"""More than a step can have drafts; each step draws at positions of its own, so no two steps share a coin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The rule as it is configured. `rates`: for SYNTHETIC, the share of rows to keep at least 1, 2, ... k drafts."""
+
+    method: Method = Method.STANDARD
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What is to be verified, M rows.
+
+    Attributes:
+        ids: [M, k] int32 or int64; what lies beyond a row's count is ignored. counts: [M] int64.
+        logits: [M, k, draft vocab], of what they were drawn from; None where they are certain.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    logits: Tensor | None = None
+
+    def of(self, rows: Tensor) -> "Drafts":
+        """Some of the rows. Args: rows: [n] int64."""
+        return Drafts(self.ids[rows], self.counts[rows], None if self.logits is None else self.logits[rows])
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """[n] int64 each: accepted drafts, and the target's own token after them."""
+    """[n] int64 each: drafts kept, and the token that follows them."""
 
     num_accepted: Tensor
     next_ids: Tensor
@@ -30,55 +65,55 @@ def count_accepted(draft_ids: Tensor, num_drafts: Tensor, target_ids: Tensor) ->
     Returns: [n] int64.
     Source: Daliri et al. 2024, arXiv:2408.07978, section 3.
     """
-    return _count_leading(draft_ids == target_ids[:, :-1], num_drafts)
+    exists = torch.arange(draft_ids.shape[1], device=draft_ids.device) < num_drafts[:, None]
+    return ((draft_ids == target_ids[:, :-1]) & exists).long().cumprod(1).sum(1)
 
 
-def verify_standard(
-    draft_ids: Tensor,
-    num_drafts: Tensor,
-    draft_probs: Tensor | None,
-    target_probs: Tensor,
-    uniforms: Tensor,
-    resample_noise: Tensor,
-) -> Verified:
-    """Accept draft d with probability min(1, p(d) / q(d)); on the first rejection draw from max(p - q, 0).
+class RejectionRule:
+    """Accepts drafts by coins and draws one token for each row; owned by the sampler.
 
-    The kept tokens and the last one are distributed as if drawn from the target one by one.
+    Kept drafts and the token after them are distributed as if drawn from the target one by one, unless the method
+    is SYNTHETIC.
 
-    Args:
-        draft_ids: [n, k] int64. num_drafts: [n] int64, at most k.
-        draft_probs: [n, k, vocab] float32, the distributions the drafts were drawn from; None means
-            one-hot, as an n-gram proposes.
-        target_probs: [n, k + 1, vocab] float32.
-        uniforms: [n, k] float32 in (0, 1). resample_noise: [n, vocab] Gumbel noise for the last draw.
-    Source: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318, theorem 1.
+    Attributes:
+        is_coupling: whether keeping each draft that equals the target's own draw comes to the same: for STANDARD
+            with drafts that are certain it keeps each with the same probability, and draws from the same rest.
     """
-    num_positions = draft_ids.shape[1]
-    index = draft_ids[..., None]
-    p = target_probs[:, :num_positions].gather(2, index)[..., 0]
-    q = torch.ones_like(p) if draft_probs is None else draft_probs.gather(2, index)[..., 0]
-    accepted = _count_leading(uniforms * q < p, num_drafts)
-    weights = _row_at(target_probs, accepted)
-    was_rejected = accepted < num_drafts
-    if num_positions:
-        last = accepted.clamp(max=num_positions - 1)
-        if draft_probs is None:
-            rejected_id = draft_ids.gather(1, last[:, None])
-            draft_row = torch.zeros_like(weights).scatter_(1, rejected_id, weights.gather(1, rejected_id))
-        else:
-            draft_row = _row_at(draft_probs, last)
-        residual = (weights - draft_row).clamp_(min=0)
-        has_mass = residual.amax(-1) > 0  # rounding can leave none where p and q are almost equal
-        weights = torch.where((was_rejected & has_mass)[:, None], residual, weights)
-    return Verified(accepted, (weights.log() + resample_noise).argmax(-1))
+
+    def __init__(self, acceptance: Acceptance, vocabulary: DraftVocabulary | None, device: torch.device) -> None:
+        """Args: vocabulary: of what drafts are drawn from; None where they are certain."""
+        self.is_coupling = acceptance.method is Method.STANDARD and vocabulary is None
+        self._method = acceptance.method
+        rates = acceptance.rates
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device) if rates else None
+        self._to_draft = None if vocabulary is None else vocabulary.to_draft
+
+    def verify(self, target_logits: Tensor, drafts: Drafts, key: Tensor, position: Tensor) -> Verified:
+        """Args:
+        target_logits: [n, k + 1, vocab], processed, temperature and truncation included.
+        key, position: [n] int64, the rows' own, and where the first token goes that they get.
+        """
+        num_drafts = drafts.ids.shape[1]
+        coin = torch.arange(num_drafts, device=position.device)
+        coins = position[:, None] * _COINS_PER_POSITION + coin
+        rates = None if self._rates is None else self._rates[:num_drafts]
+        verify = verify_drafts if jit.is_available(target_logits.device) else rejection_reference.verify_drafts
+        num_accepted, weights = verify(
+            target_logits,
+            drafts.ids.long(),
+            drafts.counts,
+            uniform(key[:, None].expand_as(coins), coins, Stream.ACCEPT).contiguous(),
+            self._method,
+            drafts.logits,
+            self._to_draft,
+            rates,
+        )
+        return Verified(num_accepted, _draw(weights, key, position))
 
 
-def _count_leading(is_kept: Tensor, num_drafts: Tensor) -> Tensor:
-    """[n, k] bool, [n] -> [n] int64: length of the leading run of kept drafts."""
-    exists = torch.arange(is_kept.shape[1], device=is_kept.device) < num_drafts[:, None]
-    return (is_kept & exists).long().cumprod(1).sum(1)
-
-
-def _row_at(probs: Tensor, position: Tensor) -> Tensor:
-    """[n, m, vocab], [n] -> [n, vocab]."""
-    return probs.gather(1, position[:, None, None].expand(-1, 1, probs.shape[2]))[:, 0]
+def _draw(weights: Tensor, key: Tensor, position: Tensor) -> Tensor:
+    """One token for each row of [n, vocab] log weights."""
+    if jit.is_available(weights.device):
+        ids: Tensor = gumbel_argmax(weights[:, None], key, position, torch.ones_like(weights[:, 0]), Stream.RESAMPLE)[0]
+        return ids[:, 0]
+    return weights.add_(gumbel(key, position, Stream.RESAMPLE, weights.shape[1])).argmax(-1)

@@ -21,6 +21,7 @@ from server.worker.graphs import StepGraphs
 from server.worker.layout import lay_out, lay_out_decoding
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, prompt_logprobs
+from server.worker.rejection import Acceptance
 from server.worker.results import StepHandle, StepOutputs
 from server.worker.slot_info import SlotInfo
 from server.worker.step_inputs import StepInputs
@@ -64,6 +65,7 @@ class Runner:
         num_slots: int,
         max_tokens: int,
         proposer: Proposer | None,
+        acceptance: Acceptance,
     ) -> None:
         """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
         max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
@@ -78,7 +80,7 @@ class Runner:
         self._is_second_captured = proposer is None or proposer.runs_on_device
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._target = Target(model, kv, self.batch)
-        self._generation = Generation(self.batch, head, self._logits_processor, proposer, max_tokens)
+        self._generation = Generation(self.batch, head, self._logits_processor, proposer, acceptance, max_tokens)
         num_results = num_slots * (1 + NUM_COUNTS + 2 * (1 + max_drafts))
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}

@@ -10,77 +10,96 @@ from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.reference import restrict
 from server.kernels.truncate import truncate
 from server.worker.batch import BatchState
-from server.worker.noise import Stream, gumbel, uniform
-from server.worker.rejection import verify_standard
+from server.worker.noise import Stream, gumbel
+from server.worker.rejection import Drafts, RejectionRule, Verified, count_accepted
 from server.worker.step_inputs import SamplingRows, Selection
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """[M, k] integer draft ids and [M] int64 counts; what lies beyond a row's count is ignored."""
+class Chosen:
+    """Tokens of M rows.
+
+    Attributes:
+        ids: [M, Q] int64, those of a row's drafts that are kept, then the token that follows them.
+        scores: [M, Q], of the best there was at each position: minus infinity where no token is left to choose,
+            NaN or infinity where the logits were. Ids and scores count up to the first token that is no draft.
+        num_accepted: [M] int64, drafts kept; None where there are no drafts.
+    """
 
     ids: Tensor
-    counts: Tensor
+    scores: Tensor
+    num_accepted: Tensor | None
 
 
 class Sampler:
-    """One rule for all rows: argmax(logits / temperature + noise of their key and position); owned by the runner.
+    """Chooses argmax(logits / temperature + noise of a row's key and position); owned by the runner.
 
-    That is a draw from the softmax. Greedy rows, of temperature 0, have no noise. Where noise is dear, which is
-    where there is no kernel for it, rows without a seed have their drafts judged by one number each and draw one
-    token only: the same distribution.
+    That is a draw from the softmax. Greedy rows, of temperature 0, have no noise. A draft is kept where it is what
+    was chosen. Rows with noise and no seed may have their drafts judged by the rejection rule instead: always where
+    it is another rule than this, and where noise is dear, which is where there is no kernel for it; the rule takes
+    one number for each draft and draws one token.
     """
 
-    def __init__(self, batch: BatchState) -> None:
+    def __init__(self, batch: BatchState, rule: RejectionRule) -> None:
         self._batch = batch
+        self._rule = rule
 
-    def choose(
-        self, logits: Tensor, sampling: SamplingRows, position: Tensor, drafts: Drafts | None
-    ) -> tuple[Tensor, Tensor]:
-        """Choose a token at each position; a draft is to be kept where it is what was chosen.
+    def choose(self, logits: Tensor, sampling: SamplingRows, position: Tensor, drafts: Drafts | None) -> Chosen:
+        """Choose a token at each position, and say how many drafts are kept.
 
         Args:
             logits: [M, Q, vocab], processed; overwritten.
             position: [M] int64, of the first token to be chosen; those of a row follow each other.
             drafts: None where Q is 1.
-
-        Returns: [M, Q] int64 ids, and [M, Q] scores of the best there were: minus infinity where no token is left to
-            choose, NaN or infinity where the logits were. Both count up to the first token that is not the draft.
         """
-        batch, slots = self._batch, sampling.slots
         if jit.is_available(logits.device):
-            if sampling.is_captured or sampling.coupled is not None or sampling.rejecting is not None:
-                truncate(logits, slots, batch.temperature, batch.min_p, batch.top_k, batch.top_p)
-            noise = batch.noise[slots]
-            chosen: tuple[Tensor, Tensor] = gumbel_argmax(logits, batch.key[slots], position, noise, Stream.TARGET)
-            return chosen
+            return self._choose_by_kernels(logits, sampling, position, drafts)
+        target = logits
         if sampling.coupled is not None:
             coupled = self._coupled(logits, sampling, sampling.coupled, position)
-            logits = coupled if sampling.coupled.is_all else logits.index_copy_(0, sampling.coupled.rows, coupled)
-        ids = _argmax(logits)
-        scores = logits.gather(-1, ids[..., None])[..., 0]
-        if sampling.rejecting is not None and drafts is not None:
-            ids[sampling.rejecting.rows] = self._rejecting(logits, sampling, sampling.rejecting, position, drafts)
-        return ids, scores
+            target = coupled if sampling.coupled.is_all else logits.index_copy_(0, sampling.coupled.rows, coupled)
+        ids = _argmax(target)
+        scores = target.gather(-1, ids[..., None])[..., 0]
+        if drafts is None:
+            return Chosen(ids, scores, None)
+        num_accepted = count_accepted(drafts.ids, drafts.counts, ids)
+        if sampling.rejecting is not None:
+            chosen = sampling.rejecting
+            judged = drafts if chosen.is_all else drafts.of(chosen.rows)
+            verified = self._rule.verify(
+                self._target_logits(logits, sampling, chosen),
+                judged,
+                self._batch.key[chosen.of(sampling.slots)],
+                chosen.of(position),
+            )
+            ids[chosen.rows] = _joined(judged, verified)
+            num_accepted[chosen.rows] = verified.num_accepted
+        return Chosen(ids, scores, num_accepted)
+
+    def _choose_by_kernels(
+        self, logits: Tensor, sampling: SamplingRows, position: Tensor, drafts: Drafts | None
+    ) -> Chosen:
+        batch, slots = self._batch, sampling.slots
+        if sampling.is_captured or sampling.coupled is not None or sampling.rejecting is not None:
+            truncate(logits, slots, batch.temperature, batch.min_p, batch.top_k, batch.top_p)
+        key, noise = batch.key[slots], batch.noise[slots]
+        ids, scores = gumbel_argmax(logits, key, position, noise, Stream.TARGET)
+        if drafts is None:
+            return Chosen(ids, scores, None)
+        num_accepted = count_accepted(drafts.ids, drafts.counts, ids)
+        if not self._rule.is_coupling and (sampling.is_captured or sampling.rejecting is not None):
+            verified = self._rule.verify(logits, drafts, key, position)
+            is_judged = batch.is_rejecting[slots] > 0
+            ids = torch.where(is_judged[:, None], _joined(drafts, verified), ids)
+            num_accepted = torch.where(is_judged, verified.num_accepted, num_accepted)
+        return Chosen(ids, scores, num_accepted)
 
     def _coupled(self, logits: Tensor, sampling: SamplingRows, chosen: Selection, position: Tensor) -> Tensor:
         """Logits with noise at each position, of the chosen rows."""
         scores = self._target_logits(logits, sampling, chosen)
-        keys, positions = self._keys_and_positions(sampling, chosen, position, logits.shape[1])
+        positions = chosen.of(position)[:, None] + torch.arange(logits.shape[1], device=position.device)
+        keys = self._batch.key[chosen.of(sampling.slots)][:, None].expand_as(positions)
         return scores.add_(gumbel(keys, positions, Stream.TARGET, logits.shape[2]))
-
-    def _rejecting(
-        self, logits: Tensor, sampling: SamplingRows, chosen: Selection, position: Tensor, drafts: Drafts
-    ) -> Tensor:
-        """Ids of the chosen rows: their drafts as far as they are kept, then the token drawn instead."""
-        ids, counts = chosen.of(drafts.ids).long(), chosen.of(drafts.counts)
-        probs = self._target_logits(logits, sampling, chosen).softmax(-1)
-        keys, positions = self._keys_and_positions(sampling, chosen, position, logits.shape[1])
-        uniforms = uniform(keys[:, 1:], positions[:, 1:], Stream.ACCEPT)
-        noise = gumbel(keys[:, 0], positions[:, 0], Stream.RESAMPLE, logits.shape[2])
-        verified = verify_standard(ids, counts, None, probs, uniforms, noise)
-        ids = torch.cat((ids, verified.next_ids[:, None]), dim=1)
-        return ids.scatter_(1, verified.num_accepted[:, None], verified.next_ids[:, None])
 
     def _target_logits(self, logits: Tensor, sampling: SamplingRows, chosen: Selection) -> Tensor:
         """Of the chosen rows, after temperature, min-p, top-k and top-p."""
@@ -93,12 +112,11 @@ class Sampler:
             min_p=batch.min_p[slots] if any(row.min_p > 0 for row in params) else None,
         )
 
-    def _keys_and_positions(
-        self, sampling: SamplingRows, chosen: Selection, position: Tensor, num_positions: int
-    ) -> tuple[Tensor, Tensor]:
-        """[n, num_positions] int64 each, of the chosen rows."""
-        positions = chosen.of(position)[:, None] + torch.arange(num_positions, device=position.device)
-        return self._batch.key[chosen.of(sampling.slots)][:, None].expand_as(positions), positions
+
+def _joined(drafts: Drafts, verified: Verified) -> Tensor:
+    """[n, k + 1] int64: the drafts, and at the number of those kept the token that follows them."""
+    ids = torch.cat((drafts.ids.long(), verified.next_ids[:, None]), dim=1)
+    return ids.scatter_(1, verified.num_accepted[:, None], verified.next_ids[:, None])
 
 
 def _argmax(scores: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class ScriptedProposer:
     """
 
     runs_on_device = False
+    vocabulary = None
 
     def __init__(self, k: int, texts: Sequence[Sequence[int]], *, error_rate: float = 0.0, seed: int = 0) -> None:
         self.num_speculative_tokens = k

@@ -11,14 +11,18 @@ import torch
 from proposers.base import Proposer
 from proposers.ngram import NgramProposer
 from server.config import ModelConfig, SchedulerConfig
+from server.kernels.rejection import Method
 from server.kv.block_pool import BlockPool
+from server.model.fusion import merge_linears
 from server.model.head import LMHead
 from server.model.loader import load_model
+from server.model.traced_layers import trace_layers
 from server.plan import StepPlan
 from server.request import Request
 from server.scheduler.outputs import SequenceOutput
 from server.scheduler.scheduler import Scheduler
 from server.worker.kv_tensors import KVGeometry, allocate_kv
+from server.worker.rejection import Acceptance
 from server.worker.runner import Runner
 from tests.fakes.core import model_info
 
@@ -38,16 +42,23 @@ class Stepping:
         max_tokens: int = 128,
         block_size: int = 16,
         proposer: Proposer | None = None,
+        method: Method = Method.STANDARD,
         load_format: Any = "auto",
+        is_compiled: bool = False,
         **scheduling: Any,
     ) -> None:
-        """Args: k: drafts by n-gram lookup unless there is a `proposer`. capture: batch sizes to capture."""
+        """Args: k: drafts by n-gram lookup unless there is a `proposer`. capture: batch sizes to capture.
+        is_compiled: with merged linear layers and traced decoder layers, as on CUDA.
+        """
         loaded = load_model(ModelConfig(model=str(model), load_format=load_format), device, dtype)
         geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, block_size, dtype)
         config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduling})
         num_blocks = 1 + config.max_num_seqs * (-(-max_tokens // block_size))
         if proposer is None and k:
             proposer = NgramProposer(k, 1, 3, takes_last=False)
+        if is_compiled:
+            merge_linears(loaded.model.base_model)
+            assert trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
         self.depth = depth
         self.head = LMHead.of(loaded.model, loaded.config)
         self.model = loaded.model
@@ -58,6 +69,7 @@ class Stepping:
             num_slots=config.max_num_seqs,
             max_tokens=max_tokens,
             proposer=proposer,
+            acceptance=Acceptance(method),
         )
         info = model_info(block_size=block_size, num_blocks=num_blocks - 1, max_drafts=k)
         self.scheduler = Scheduler(

@@ -1,4 +1,4 @@
-"""Verification keeps the target's distribution, whatever was drafted.
+"""Verification in the sampler keeps the target's distribution over many steps, whatever was drafted.
 
 The model is a Markov chain over 8 tokens: p(next | last) is fixed, and so is the drafter's q.
 """
@@ -7,29 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
+from proposers.base import DraftVocabulary
+from server.kernels.rejection import Method
 from server.worker.batch import BatchState
-from server.worker.noise import Stream, gumbel, uniform
-from server.worker.rejection import Verified, count_accepted, verify_standard
-from server.worker.sampler import Drafts, Sampler
+from server.worker.rejection import Acceptance, Drafts, RejectionRule, count_accepted
+from server.worker.sampler import Chosen, Sampler
 from server.worker.step_inputs import SamplingRows, Selection
+from tests.fakes.drafted_chain import NUM_TOKENS, VOCAB, assert_drawn_from, chain
 
-VOCAB = 8
 NUM_DRAWS = 200_000
-NUM_TOKENS = 3
-SIGNIFICANCE = 1e-4
-Verify = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Verified]
-"""(known tokens [n] so far, draft ids, counts, p, q, keys) to what is kept."""
-
-
-def chain(seed: int, device: str) -> Tensor:
-    """[8, 8] float32 transition probabilities; each row has one token of probability 0."""
-    generator = torch.Generator().manual_seed(seed)
-    probs = torch.rand(VOCAB, VOCAB, generator=generator) ** 2
-    probs[torch.arange(VOCAB), (torch.arange(VOCAB) * 3 + seed) % VOCAB] = 0
-    return (probs / probs.sum(1, keepdim=True)).to(device)
+Choose = Callable[[Tensor, Drafts | None, Tensor], Chosen]
+"""(lengths [n], drafts, target logits) to what is chosen."""
 
 
 def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
@@ -38,70 +28,53 @@ def draw(probs: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def generate(
-    p: Tensor, q: Tensor, num_drafts: int, verify: Verify, generator: torch.Generator, keys: Tensor
-) -> tuple[Tensor, int]:
-    """The first 3 tokens of each of many sequences that start with token 0, and the drafts accepted in all.
+    p: Tensor, q: Tensor, num_drafts: int, choose: Choose, generator: torch.Generator, *, shows_q: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The first 3 tokens of each of many sequences that start with token 0, and [steps, n] the drafts kept.
 
     Row r has (r + step) % (num_drafts + 1) drafts in each step, so that short, full and empty ones meet.
+
+    Args: shows_q: whether drafts come with the logits that they were drawn from.
     """
     device = p.device
     tokens = torch.zeros(NUM_DRAWS, 1 + NUM_TOKENS + num_drafts, dtype=torch.int64, device=device)
     lengths = torch.ones(NUM_DRAWS, dtype=torch.int64, device=device)
     rows = torch.arange(NUM_DRAWS, device=device)
-    num_accepted = 0
+    kept = []
     for step in range(NUM_TOKENS):
         context = [tokens[rows, lengths - 1]]
         for _ in range(num_drafts):
             context.append(draw(q[context[-1]], generator))
-        draft_ids = torch.stack(context[1:], 1) if num_drafts else rows.new_empty(NUM_DRAWS, 0)
-        counts = (rows + step) % (num_drafts + 1)
-        target_probs = torch.stack([p[last] for last in context], 1)
-        draft_probs = torch.stack([q[last] for last in context[:-1]], 1) if num_drafts else target_probs[:, :0]
-        verified = verify(lengths, draft_ids, counts, target_probs, draft_probs, keys)
-        num_accepted += int(verified.num_accepted.sum())
-        new = torch.cat((draft_ids, rows[:, None]), 1)
-        new.scatter_(1, verified.num_accepted[:, None], verified.next_ids[:, None])
+        drafts = None
+        if num_drafts:
+            logits = torch.stack([q[last] for last in context[:-1]], 1).log() if shows_q else None
+            drafts = Drafts(torch.stack(context[1:], 1), (rows + step) % (num_drafts + 1), logits)
+        chosen = choose(lengths, drafts, torch.stack([p[last] for last in context], 1).log())
+        num_accepted = torch.zeros_like(rows) if chosen.num_accepted is None else chosen.num_accepted
+        kept.append(num_accepted)
         for i in range(num_drafts + 1):
-            is_new = (verified.num_accepted >= i) & (lengths + i < tokens.shape[1])
-            tokens[rows[is_new], lengths[is_new] + i] = new[is_new, i]
-        lengths = (lengths + verified.num_accepted + 1).clamp(max=tokens.shape[1] - 1)
-    return tokens[:, 1 : 1 + NUM_TOKENS], num_accepted
+            is_new = (num_accepted >= i) & (lengths + i < tokens.shape[1])
+            tokens[rows[is_new], lengths[is_new] + i] = chosen.ids[is_new, i]
+        lengths = (lengths + num_accepted + 1).clamp(max=tokens.shape[1] - 1)
+    return tokens[:, 1 : 1 + NUM_TOKENS], torch.stack(kept)
 
 
-def assert_drawn_from(p: Tensor, tokens: Tensor) -> None:
-    """Joint chi-square of 3 tokens against p; tokens of probability 0 must not occur at all."""
-    p = p.double().cpu()
-    joint = (p[0][:, None, None] * p[:, :, None] * p[None]).flatten()
-    cells = (tokens[:, 0] * VOCAB + tokens[:, 1]) * VOCAB + tokens[:, 2]
-    counts = torch.bincount(cells.cpu(), minlength=VOCAB**NUM_TOKENS).double()
-    assert counts[joint == 0].sum() == 0
-    expected = joint / joint.sum() * NUM_DRAWS
-    # Cells too rare for a test of their own share one.
-    cell = torch.where(expected < 5, 0, 1 + torch.arange(joint.numel()))
-    observed, wanted = (torch.zeros(1 + joint.numel()).double().index_add_(0, cell, v) for v in (counts, expected))
-    is_used = wanted > 0
-    assert stats.chisquare(observed[is_used].numpy(), wanted[is_used].numpy()).pvalue > SIGNIFICANCE
-
-
-def standard(*, is_one_hot: bool) -> Verify:
-    """Rejection with the noise that the sampler takes."""
-
-    def verify(lengths: Tensor, draft_ids: Tensor, counts: Tensor, p: Tensor, q: Tensor, keys: Tensor) -> Verified:
-        positions = lengths[:, None] + torch.arange(1, p.shape[1], device=p.device)
-        uniforms = uniform(keys[:, None].expand_as(positions), positions, Stream.ACCEPT)
-        noise = gumbel(keys, lengths, Stream.RESAMPLE, VOCAB)
-        return verify_standard(draft_ids, counts, None if is_one_hot else q, p, uniforms, noise)
-
-    return verify
-
-
-def through_sampler(device: str, num_drafts: int, *, is_seeded: bool) -> Verify:
-    """The sampler itself, on logits; it takes drafts as one-hot."""
+def sampler(
+    device: str,
+    num_drafts: int,
+    *,
+    is_seeded: bool = False,
+    method: Method = Method.STANDARD,
+    rates: tuple[float, ...] = (),
+    shows_q: bool = False,
+) -> Choose:
+    """The sampler itself, on a batch of as many sequences; `shows_q`: drafts are drawn, not certain."""
     batch = BatchState(NUM_DRAWS, 16, 16, num_drafts, torch.device(device))
-    batch.temperature.fill_(1)
-    batch.noise.fill_(1)
-    batch.top_p.fill_(1)
+    for column in (batch.temperature, batch.noise, batch.top_p):
+        column.fill_(1)
+    batch.is_rejecting.fill_(not is_seeded)
     rows = torch.arange(NUM_DRAWS, device=device)
+    batch.key[:NUM_DRAWS] = rows * 7919 + 13
     everyone = Selection((), rows, is_all=True)
     sampling_rows = SamplingRows(
         rows=(),
@@ -118,15 +91,9 @@ def through_sampler(device: str, num_drafts: int, *, is_seeded: bool) -> Verify:
         is_drafting=False,
         is_captured=True,
     )
-    sampler = Sampler(batch)
-
-    def verify(lengths: Tensor, draft_ids: Tensor, counts: Tensor, p: Tensor, q: Tensor, keys: Tensor) -> Verified:
-        batch.key[:NUM_DRAWS] = keys
-        chosen, _ = sampler.choose(p.log(), sampling_rows, lengths, Drafts(draft_ids, counts) if num_drafts else None)
-        accepted = count_accepted(draft_ids, counts, chosen)
-        return Verified(accepted, chosen.gather(1, accepted[:, None])[:, 0])
-
-    return verify
+    vocabulary = DraftVocabulary(VOCAB, torch.float32) if shows_q else None
+    chooser = Sampler(batch, RejectionRule(Acceptance(method, rates), vocabulary, torch.device(device)))
+    return lambda lengths, drafts, logits: chooser.choose(logits, sampling_rows, lengths, drafts)
 
 
 @pytest.fixture
@@ -135,71 +102,80 @@ def generator(device_name: str) -> torch.Generator:
     return torch.Generator(device_name).manual_seed(11)
 
 
-@pytest.fixture
-def keys(device_name: str) -> Tensor:
-    """One for each sequence, as many seeds would give."""
-    return torch.arange(NUM_DRAWS, device=device_name) * 7919 + 13
-
-
-@pytest.mark.parametrize("num_drafts", [1, 2, 4])
-@pytest.mark.parametrize("is_one_hot", [True, False])
-def test_standard_verification_keeps_the_distribution(
-    device_name: str, generator: torch.Generator, keys: Tensor, num_drafts: int, is_one_hot: bool
-) -> None:
-    p, q = chain(1, device_name), chain(2, device_name)
-    if is_one_hot:  # a drafter without randomness, which proposes one token after each
-        q = torch.nn.functional.one_hot(q.argmax(-1), VOCAB).float()
-    tokens, num_accepted = generate(p, q, num_drafts, standard(is_one_hot=is_one_hot), generator, keys)
-    assert_drawn_from(p, tokens)
-    assert num_accepted > NUM_DRAWS / 10
-
-
 @pytest.mark.parametrize("is_seeded", [False, True])
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
-def test_the_sampler_keeps_the_distribution(
-    device_name: str, generator: torch.Generator, keys: Tensor, num_drafts: int, is_seeded: bool
+def test_certain_drafts_keep_the_distribution(
+    device_name: str, generator: torch.Generator, num_drafts: int, is_seeded: bool
 ) -> None:
     p, q = chain(3, device_name), chain(4, device_name)
-    verify = through_sampler(device_name, num_drafts, is_seeded=is_seeded)
-    tokens, num_accepted = generate(p, q, num_drafts, verify, generator, keys)
+    tokens, kept = generate(p, q, num_drafts, sampler(device_name, num_drafts, is_seeded=is_seeded), generator)
     assert_drawn_from(p, tokens)
-    assert (num_accepted > 0) == (num_drafts > 0)
+    assert (kept.sum() > 0) == (num_drafts > 0)
 
 
-def test_seeded_tokens_do_not_depend_on_the_drafts(device_name: str, generator: torch.Generator, keys: Tensor) -> None:
-    p = chain(5, device_name)
-    runs = []
-    for num_drafts, drafter in ((0, 6), (2, 6), (3, 7)):
-        verify = through_sampler(device_name, num_drafts, is_seeded=True)
-        runs.append(generate(p, chain(drafter, device_name), num_drafts, verify, generator, keys)[0])
-    assert torch.equal(runs[0], runs[1])
-    assert torch.equal(runs[0], runs[2])
+@pytest.mark.parametrize("shows_q", [False, True])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_rules_keep_the_distribution(
+    device_name: str, generator: torch.Generator, method: Method, num_drafts: int, shows_q: bool
+) -> None:
+    p, q = chain(1, device_name), chain(2, device_name)
+    if not shows_q:  # a drafter without randomness, which proposes one token after each
+        q = torch.nn.functional.one_hot(q.argmax(-1), VOCAB).float()
+    choose = sampler(device_name, num_drafts, method=method, shows_q=shows_q)
+    tokens, kept = generate(p, q, num_drafts, choose, generator, shows_q=shows_q)
+    assert_drawn_from(p, tokens)
+    assert kept.sum() > NUM_DRAWS / 10
 
 
-def test_drafts_from_the_target_itself_are_all_accepted(
-    device_name: str, generator: torch.Generator, keys: Tensor
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_drafts_from_the_target_itself_are_all_kept(
+    device_name: str, generator: torch.Generator, method: Method
 ) -> None:
     p = chain(8, device_name)
     num_drafts = 3
-    tokens, num_accepted = generate(p, p, num_drafts, standard(is_one_hot=False), generator, keys)
+    choose = sampler(device_name, num_drafts, method=method, shows_q=True)
+    tokens, kept = generate(p, p, num_drafts, choose, generator, shows_q=True)
     assert_drawn_from(p, tokens)
-    rows = torch.arange(NUM_DRAWS)
-    assert num_accepted == sum(int(((rows + step) % (num_drafts + 1)).sum()) for step in range(NUM_TOKENS))
+    rows = torch.arange(NUM_DRAWS, device=device_name)
+    assert torch.equal(kept, torch.stack([(rows + step) % (num_drafts + 1) for step in range(NUM_TOKENS)]))
+
+
+def test_blocks_keep_no_fewer_drafts(device_name: str) -> None:
+    p, q = chain(1, device_name), chain(2, device_name)
+    means = []
+    for method in (Method.STANDARD, Method.BLOCK):
+        choose = sampler(device_name, 4, method=method, shows_q=True)
+        generator = torch.Generator(device_name).manual_seed(1)
+        means.append(generate(p, q, 4, choose, generator, shows_q=True)[1].float().mean())
+    assert means[1] > 1.01 * means[0]
+
+
+def test_synthetic_rates_hold_for_rows_with_noise_and_no_seed(device_name: str, generator: torch.Generator) -> None:
+    p, q = chain(1, device_name), chain(2, device_name)
+    rates = (0.7, 0.4, 0.1)
+    choose = sampler(device_name, 3, method=Method.SYNTHETIC, rates=rates)
+    _, kept = generate(p, q, 3, choose, generator)
+    rows = torch.arange(NUM_DRAWS, device=device_name)
+    for step in range(NUM_TOKENS):
+        full = kept[step][(rows + step) % 4 == 3]
+        found = torch.stack([(full > i).float().mean() for i in range(3)])
+        torch.testing.assert_close(found.cpu(), torch.tensor(rates), atol=0.01, rtol=0)
+    seeded = sampler(device_name, 3, is_seeded=True, method=Method.SYNTHETIC, rates=rates)
+    assert_drawn_from(p, generate(p, q, 3, seeded, generator)[0])
+
+
+def test_seeded_tokens_do_not_depend_on_the_drafts(device_name: str, generator: torch.Generator) -> None:
+    p = chain(5, device_name)
+    runs = []
+    for num_drafts, drafter in ((0, 6), (2, 6), (3, 7)):
+        choose = sampler(device_name, num_drafts, is_seeded=True)
+        runs.append(generate(p, chain(drafter, device_name), num_drafts, choose, generator)[0])
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
 
 
 def test_a_row_without_drafts_ignores_what_lies_beyond_its_count(device_name: str) -> None:
     targets = torch.tensor([[4, 5, 6], [4, 5, 6], [4, 5, 6]], device=device_name)
     drafts = torch.tensor([[4, 5], [4, 5], [4, 0]], device=device_name)
     assert count_accepted(drafts, torch.tensor([0, 1, 2], device=device_name), targets).tolist() == [0, 1, 1]
-
-
-def test_the_residual_is_left_out_where_rounding_leaves_no_mass(device_name: str) -> None:
-    """A rejected draft of a distribution that equals the target's: the draw comes from the target."""
-    p = torch.tensor([[[0.5, 0.5, 0.0]] * 2], device=device_name)
-    never = torch.full((1, 1), 1 - 2.0**-24, device=device_name)
-    q = torch.tensor([[[0.5 + 1e-6, 0.5, 0.0]]], device=device_name)
-    noise = torch.tensor([[0.0, 1.0, 50.0]], device=device_name)
-    drafts, counts = torch.zeros(1, 1, dtype=torch.int64, device=device_name), torch.ones(1, device=device_name).long()
-    verified = verify_standard(drafts, counts, q, p, never, noise)
-    assert verified.num_accepted.tolist() == [0]
-    assert verified.next_ids.tolist() == [1]

@@ -100,3 +100,74 @@ class TestMethods:
         with pytest.raises(ConfigError, match="two proposers are called ngram"):
             known_proposers([ours])
         assert known_proposers([same, same])["ngram"] == "proposers.ngram:NgramConfig"
+
+
+class TestAcceptance:
+    def test_standard_unless_said_otherwise(self) -> None:
+        assert read({}).acceptance.rejection_sample_method == "standard"
+        block = read({"rejection_sample_method": "block"})
+        assert (block.acceptance.rejection_sample_method, block.acceptance.rates(5)) == ("block", ())
+        assert read(block.plain()) == block
+
+    def test_rates_are_taken_as_they_are(self) -> None:
+        rates = [0.9, 0.5, 0.5]
+        config = read({"num_speculative_tokens": 3, **synthetic(synthetic_acceptance_rates=rates)})
+        assert config.acceptance.rates(3) == tuple(rates)
+        assert read(config.plain()) == config
+
+    @pytest.mark.parametrize("length", [1, 1.5, 3.25, 6])
+    def test_a_length_is_that_of_its_rates(self, length: float) -> None:
+        rates = read(synthetic(synthetic_acceptance_length=length)).acceptance.rates(5)
+        assert 1 + sum(rates) == pytest.approx(length)
+        assert list(rates) == sorted(rates, reverse=True)
+
+    @pytest.mark.parametrize(
+        ("values", "words"),
+        [
+            ({"rejection_sample_method": "greedy"}, "must be one of standard, block, synthetic, got 'greedy'"),
+            ({"rejection_sample_method": "synthetic"}, "needs one of synthetic_acceptance_rates and synthetic_acc"),
+            (
+                {
+                    "rejection_sample_method": "synthetic",
+                    "synthetic_acceptance_rates": [0.5] * 5,
+                    "synthetic_acceptance_length": 2,
+                },
+                "needs one of synthetic_acceptance_rates and synthetic_acceptance_length",
+            ),
+            ({"synthetic_acceptance_length": 2}, "synthetic_acceptance_length needs rejection_sample_method synthetic"),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": "high"},
+                "synthetic_acceptance_rates: must be a list of numbers, or none, got 'high'",
+            ),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.6, 0.5, 0.5, 0.5]},
+                "synthetic_acceptance_rates must not rise",
+            ),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.5, 0.6]},
+                "synthetic_acceptance_rates must be from 0 to 1, got [1.5, 0.6]",
+            ),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]},
+                "must be one for each of num_speculative_tokens (5), got 2",
+            ),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 6.5},
+                "synthetic_acceptance_length must be from 1 to num_speculative_tokens + 1 (6), got 6.5",
+            ),
+            (
+                {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": float("nan")},
+                "synthetic_acceptance_length: must be a number, or none, got nan",
+            ),
+            ({"rejection_sample_metod": "block"}, "no such setting; did you mean rejection_sample_method?"),
+        ],
+    )
+    def test_refusals_name_field_and_limits(self, values: dict[str, object], words: str) -> None:
+        message = refusal(values)
+        assert message.startswith("speculative_config")
+        assert words in message
+        assert message.endswith("(from argument)")
+
+
+def synthetic(**values: object) -> dict[str, object]:
+    return {"rejection_sample_method": "synthetic", **values}

@@ -1,0 +1,96 @@
+"""The rules of acceptance through the whole engine."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+from server.kernels.rejection import Method
+from server.request import Request, SamplingParams
+from tests.fakes.drawing_proposer import DrawingProposer
+from tests.fakes.engine_under_test import engine_on, ngram
+from tests.fakes.stepping import Stepping
+from tests.tiny_model import build_tiny_model
+
+NUM_REQUESTS = 1200
+PROMPT = (7, 8, 9, 7, 8, 9, 7, 8)
+FEW = tuple(range(20, 26))
+"""The tokens that may be generated, so that each comes often enough to be counted."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("acceptance"))
+
+
+def answers(folder: Path, device_name: str, method: Method, known: range | None) -> tuple[list[list[int]], int]:
+    """Many unseeded answers to one prompt, and how many drafts were kept. Args: known: the drafter's vocabulary."""
+    stepping = Stepping(
+        folder,
+        torch.device(device_name),
+        torch.float32,
+        k=0 if known is None else 2,
+        proposer=None if known is None else DrawingProposer(2, 512, known, device_name),
+        method=method,
+        max_num_seqs=64,
+    )
+    sampling = SamplingParams(temperature=1.5, allowed_token_ids=FEW, max_tokens=4, ignore_eos=True)
+    made = [Request(request_id=str(i), prompt_token_ids=PROMPT, sampling=sampling) for i in range(NUM_REQUESTS)]
+    tokens = stepping.generate(made)
+    return tokens, sum(stepping.scheduler.counters.accepted)
+
+
+@pytest.fixture(scope="module")
+def undrafted(folder: Path, device_name: str) -> list[list[int]]:
+    """The answers without speculation."""
+    return answers(folder, device_name, Method.STANDARD, None)[0]
+
+
+@pytest.mark.parametrize("known", [range(18, 26), range(22, 40)], ids=["all", "some"])
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_unseeded_answers_are_distributed_as_without_speculation(
+    folder: Path, device_name: str, undrafted: list[list[int]], method: Method, known: range
+) -> None:
+    drafted, num_accepted = answers(folder, device_name, method, known)
+    assert num_accepted > NUM_REQUESTS / 20
+    for length in (1, 2, 3):  # of 6^length beginnings, those too rare for a test of their own share one
+        counts = [Counter(tuple(tokens[:length]) for tokens in each) for each in (undrafted, drafted)]
+        common = [key for key, count in (counts[0] + counts[1]).items() if count >= 20]
+        table = [[each[key] for key in common] for each in counts]
+        table = [[*row, NUM_REQUESTS - sum(row) + 1] for row in table]
+        assert len(common) > 3
+        assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("method", ["block", "synthetic"])
+def test_greedy_and_seeded_answers_do_not_depend_on_the_rule(folder: Path, device_name: str, method: str) -> None:
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, **choice) for choice in ({"temperature": 0}, {"seed": 4})]
+    rule: dict[str, object] = {"rejection_sample_method": method}
+    if method == "synthetic":
+        rule["synthetic_acceptance_length"] = 3.5
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6]] * 2
+    with engine_on(folder, device_name) as engine:
+        expected = [outcome.only.token_ids for outcome in engine.generate(prompts, params)]
+    with engine_on(folder, device_name, speculative_config=ngram(3) | rule) as engine:
+        assert [outcome.only.token_ids for outcome in engine.generate(prompts, params)] == expected
+        assert sum(engine.statistics().draft_tokens_per_position) > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_synthetic_rates_are_what_the_counters_say(folder: Path, device_name: str, depth: int) -> None:
+    rates = [0.8, 0.5, 0.2]
+    config = ngram(3) | {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    sampling = SamplingParams(temperature=1, allowed_token_ids=FEW, max_tokens=100, ignore_eos=True)
+    with engine_on(folder, device_name, speculative_config=config, pipeline_depth=depth) as engine:
+        engine.generate([list(PROMPT)] * 32, sampling)
+        statistics = engine.statistics()
+    drafted = statistics.draft_tokens_per_position
+    accepted = statistics.accepted_tokens_per_position
+    assert drafted[0] > 500
+    full = [a / drafted[0] for a in accepted]
+    # Rows with fewer drafts than k, and tokens that were cut off at the end, keep fewer.
+    assert rates[0] - 0.08 < full[0] < rates[0] + 0.06
+    assert full == sorted(full, reverse=True)
+    assert full[2] < 0.25
