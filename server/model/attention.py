@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from server.kernels import cpu_attention, jit
 from server.kernels import kv_write as triton_kv_write
@@ -21,6 +21,8 @@ from server.model.cache import cache_root
 ATTENTION_NAME = "outrider_paged"
 CPU_ATTENTION_NAME = "outrider_paged_cpu"
 CUDA_ATTENTION_NAME = "outrider_paged_cuda"
+OPERATOR_ATTENTION_NAME = "outrider_paged_operator"
+"""That of traced code, see attention_operator.py."""
 
 
 def attention_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -101,15 +103,26 @@ class AttentionStep:
         return self._masks[key]
 
 
-def bind_kv(model: torch.nn.Module, kv: Tensor) -> None:
-    """Give each attention module the blocks of its layer, as a buffer `kv_blocks`.
+def bind_kv(model: PreTrainedModel, kv: Tensor) -> None:
+    """Give each attention module the blocks of its layer, as `kv_blocks`.
+
+    A buffer, but where code is traced: a tracer takes the sizes of buffers for constants, and would compile again for
+    another number of blocks.
 
     Args: kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
     """
+    is_traced = model.config._attn_implementation == OPERATOR_ATTENTION_NAME
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
         if isinstance(layer_idx, int) and not any(hasattr(child, "layer_idx") for child in module.children()):
-            module.register_buffer("kv_blocks", kv[:, layer_idx], persistent=False)
+            layer = kv[:, layer_idx]
+            if hasattr(module, "kv_blocks"):
+                del module.kv_blocks
+            if is_traced:
+                torch._dynamo.mark_static(layer, [1, 2, 3])
+                module.kv_blocks = layer
+            else:
+                module.register_buffer("kv_blocks", layer, persistent=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +168,10 @@ def _for_transformers(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     return attention_function
 
 
-def _attend_by_tensors(
+def attend_by_tensors(
     step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
+    """By plain tensor operations, anywhere."""
     write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
@@ -188,7 +202,7 @@ def _attend_on_cpu(
     )
 
 
-def _attend_on_cuda(
+def attend_on_cuda(
     step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """One launch per group."""
@@ -220,9 +234,9 @@ def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     return gathered.chunk(2, dim=-1)  # type: ignore[return-value]
 
 
-paged_attention = _for_transformers(_attend_by_tensors)
+paged_attention = _for_transformers(attend_by_tensors)
 paged_attention_cpu = _for_transformers(_attend_on_cpu)
-paged_attention_cuda = _for_transformers(_attend_on_cuda)
+paged_attention_cuda = _for_transformers(attend_on_cuda)
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionInterface.register(CPU_ATTENTION_NAME, paged_attention_cpu)

@@ -5,21 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from server.errors import ModelError
 from server.kernels import cpu_layers
 from server.kernels.cpu_layers import LayerRunner
-from server.model.attention import AttentionGroup, AttentionStep
 from server.model.cache import cache_root
 from server.model.compiled_model import CompiledModel
 from server.model.decoder_layers import find_decoder_layers, layer_tensors
-
-CHECK_LEN = 5
-_TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 1e-4}
-"""Relative to the largest number that a layer takes in or puts out; fused code rounds less often than the model's."""
+from server.model.layer_check import check_layers
 
 
 class CompiledLayers:
@@ -95,10 +90,14 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
         cpu_layers.load(cache_root() / "kernels")
         layers = find_decoder_layers(model, num_layers)
         compiled = CompiledLayers(layers, CompiledModel.read(folder), folder)
-        is_one_call = _check(model, layers, compiled)
+
+        def run(index: int, hidden: Tensor, /, **arguments: Any) -> Tensor:
+            return compiled.run(index, index + 1, hidden, **arguments)
+
+        calls = check_layers(model, layers, run)
     except Exception as error:  # whatever torch, the compiler or the files' contents lead to
         raise ModelError(f"the compiled layers in {folder} cannot be used: {error}") from error
-    if is_one_call:
+    if all(_are_same(call, calls[-1]) for call in calls):
         parent, name = next(
             (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
         )
@@ -108,56 +107,5 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
             layer.forward = partial(compiled.run, index, index + 1)
 
 
-@torch.inference_mode()
-def _check(model: PreTrainedModel, layers: nn.ModuleList, compiled: CompiledLayers) -> bool:
-    """Compare each layer's output on a prompt of the model's own; ValueError where it differs.
-
-    Returns: whether the model calls all its layers with the same objects.
-    """
-    calls: list[tuple[Any, ...]] = []
-
-    def compare(index: int, _: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any], expected: Tensor) -> None:
-        found = compiled.run(index, index + 1, args[0], **kwargs)
-        largest = torch.maximum(args[0].abs().amax(), expected.abs().amax())
-        if not ((found - expected).abs().amax() <= _TOLERANCE[expected.dtype] * largest):
-            raise ValueError(f"layer {index} computes something else than the model's own")
-        calls.append(tuple(kwargs.values()))
-
-    handles = [layer.register_forward_hook(partial(compare, i), with_kwargs=True) for i, layer in enumerate(layers)]
-    try:
-        for length in (CHECK_LEN, 1):
-            model.base_model(**_prompt(length))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if len(calls) != 2 * len(layers):
-        raise ValueError(f"the model called {len(calls)} layers of {2 * len(layers)}")
-    return all(_are_same(call, calls[-1]) for call in calls[-len(layers) :])
-
-
 def _are_same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def _prompt(length: int) -> dict[str, Any]:
-    positions, zeros, zero = (
-        torch.arange(length),
-        torch.zeros(length, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-    )
-    step = AttentionStep(
-        write_blocks=zeros,
-        write_offsets=positions,
-        positions=positions,
-        first_token=zero,
-        num_query=zero + length,
-        slots=zero,
-        block_table=zero[None],
-        groups=(AttentionGroup(0, 1, 0, length, length),),
-    )
-    return {
-        "input_ids": positions[None] + 1,
-        "position_ids": positions[None],
-        "use_cache": False,
-        "attention_step": step,
-    }

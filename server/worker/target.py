@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.model.attention import AttentionStep, bind_kv
+from server.model.forward import run_model
 from server.worker.batch import BatchState
 from server.worker.step_inputs import StepInputs
 
@@ -40,13 +41,7 @@ class Target:
             block_table=batch.block_table,
             groups=inputs.groups,
         )
-        outputs = self._model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            attention_step=step,
-        )
-        hidden: Tensor = outputs.last_hidden_state[0]
+        hidden: Tensor = run_model(self._model, token_ids, positions, step).last_hidden_state[0]
         if inputs.known_row is None or inputs.chunk is None:
             return hidden, None
         batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)

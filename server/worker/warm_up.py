@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from server.errors import ModelError
 from server.kernels import jit
 from server.model.attention import AttentionGroup, AttentionStep
+from server.model.forward import run_model
 from server.model.head import LMHead
 from server.plan import PlanRow, SequenceStart, StepPlan
 from server.request import Request, SamplingParams
@@ -106,11 +107,6 @@ def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
         block_table=torch.ones(1, 1, dtype=torch.int64, device=kv.device),
         groups=(AttentionGroup(0, 1, 0, PROMPT_LEN, PROMPT_LEN),),
     )
-    inputs = {
-        "input_ids": torch.ones_like(positions)[None],
-        "position_ids": positions[None],
-        "use_cache": False,
-        "attention_step": step,
-    }
-    hidden = model.base_model(**inputs).last_hidden_state[0]
-    head.check(hidden, model(**inputs).logits[0])
+    token_ids = torch.ones_like(positions)
+    hidden = run_model(model.base_model, token_ids, positions, step).last_hidden_state[0]
+    head.check(hidden, run_model(model, token_ids, positions, step).logits[0])

@@ -1,0 +1,61 @@
+"""Has torch.compile trace a model's decoder layers in this process: what CUDA graphs are captured from.
+
+Layers of one kind share compiled code, because their weights and KV are inputs to it, so that a model takes as
+long as one layer. There are two versions of it: for one token, and for any other number.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from server.model.attention import OPERATOR_ATTENTION_NAME, bind_kv
+from server.model.decoder_layers import find_decoder_layers
+from server.model.layer_check import check_layers
+
+logger = logging.getLogger(__name__)
+
+MAX_VERSIONS = 6
+"""Of a layer's code, two for each kind. torch gives up at 8, with an error that must not meet a step."""
+
+
+def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
+    """Let the decoder layers run compiled, in seconds; an architecture that cannot be traced runs as it is.
+
+    Called once the model's modules are final, and before anything else is bound to or captured from it.
+
+    Args: kv: of a few blocks, see kv_tensors.allocate_kv; written to, and needed no longer.
+    Returns: whether they do; otherwise the log says why.
+    """
+    started_s = time.monotonic()
+    attention = model.config._attn_implementation
+    model.config._attn_implementation = OPERATOR_ATTENTION_NAME
+    bind_kv(model.base_model, kv)
+    try:
+        layers = find_decoder_layers(model, num_layers)
+        traced: list[Callable[..., Tensor]] = [
+            torch.compile(layer.forward, fullgraph=True, dynamic=True) for layer in layers
+        ]
+
+        def run(index: int, hidden: Tensor, /, **arguments: Any) -> Tensor:
+            return traced[index](hidden, **arguments)
+
+        # A number of the model is a constant to it, not an input as torch would have it.
+        limits = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_VERSIONS)
+        with warnings.catch_warnings(), limits:
+            warnings.simplefilter("ignore")  # advice on the compiler's settings
+            check_layers(model, layers, run)
+    except Exception as error:  # whatever tracer and compiler have to say about an architecture
+        model.config._attn_implementation = attention
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
+        return False
+    for layer, forward in zip(layers, traced, strict=True):
+        layer.forward = forward
+    logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started_s)
+    return True
