@@ -115,7 +115,9 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
     if isinstance(value, SpeculativeConfig):
         return value
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})")
+        raise ConfigError(
+            f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})"
+        )
     items = {str(name): item for name, item in cast("Mapping[object, object]", value).items()}
     rules = {name: Given(items.pop(name), given.source) for name in AcceptanceConfig.model_fields if name in items}
     proposer = _parse_proposer(items, given.source, f"{SPECULATIVE_CONFIG}.")

@@ -66,7 +66,10 @@ def test_unseeded_answers_are_distributed_as_without_speculation(
 
 @pytest.mark.parametrize("method", ["block", "synthetic"])
 def test_greedy_and_seeded_answers_do_not_depend_on_the_rule(folder: Path, device_name: str, method: str) -> None:
-    params = [SamplingParams(max_tokens=30, ignore_eos=True, **choice) for choice in ({"temperature": 0}, {"seed": 4})]
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+        SamplingParams(seed=4, max_tokens=30, ignore_eos=True),
+    ]
     rule: dict[str, object] = {"rejection_sample_method": method}
     if method == "synthetic":
         rule["synthetic_acceptance_length"] = 3.5
