@@ -27,9 +27,10 @@ from server.model.compilation import Compilation
 from server.model.compiled_model import CompileOrder
 from server.model.device import choose_device, choose_dtype
 from server.model.footprint import Footprint
-from server.model.fusion import can_pack, pack_linears
+from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
+from server.model.traced_layers import trace_layers
 from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
@@ -83,6 +84,10 @@ def _build_core(config: Config) -> Core:
     is_packed = can_pack(device) and not config.model.enforce_eager
     if is_packed:
         pack_linears(loaded.model.base_model)
+    elif jit.is_available(device) and not config.model.enforce_eager:
+        merge_linears(loaded.model.base_model)
+        if config.model.compile != "none":
+            trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
     num_slots = config.scheduler.max_num_seqs
     proposer = build_proposer(config, TargetView(loaded.vocab_size, device, num_slots))
     num_drafts = 0 if proposer is None else proposer.num_speculative_tokens

@@ -50,7 +50,8 @@ class ModelConfig(Section):
     )
     compile: Literal["auto", "wait", "none"] = Field(
         default="auto",
-        description="when to compile the decoder layers: auto, aside, while serving starts; wait, before serving; none",
+        description="when to compile the decoder layers: wait, before serving; auto, on the CPU aside while serving "
+        "starts, else before it; none",
     )
     enforce_eager: bool = Field(
         default=False, description="run the model's own modules: nothing is merged, packed, captured or compiled"
