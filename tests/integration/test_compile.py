@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
 from server import LLM, SamplingParams
+from server.errors import ModelError
 from server.kernels import cpu_attention, cpu_linear
 from server.model.cache import cache_root
 from server.model.layer_compile import NUM_TOKENS
+from server.model.resolve import pull
 from tests.conftest import DEVICE
+from tests.fakes.prompts import load_prompts
 from tests.tiny_model import build_tiny_model, write_tokenizer
 
 pytestmark = [
@@ -148,3 +151,28 @@ def test_layers_of_two_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         assert RUNS_COMPILED in caplog.text
         assert _ids(llm, PROMPTS) == expected
         assert _ids(llm, PROMPTS[:1]) == expected[:1]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_default_model_in_bfloat16_has_one_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy and seeded: alone without drafts, and in batches with drafts, chunked prompts and prefix hits."""
+    caplog.set_level(logging.INFO)
+    try:
+        folder = pull("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(f"no default model here: {error}")
+    prompts = [{"prompt_token_ids": ids} for ids in load_prompts(AutoTokenizer.from_pretrained(folder), 320)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True) for i in range(len(prompts))
+    ]
+    settings = {"device": "cpu", "dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20, "compile": "wait"}
+    with LLM(str(folder), **settings) as llm:
+        assert RUNS_COMPILED in caplog.text
+        expected = [llm.generate(*one)[0].outputs[0].token_ids for one in zip(prompts, params, strict=True)]
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    with LLM(str(folder), **settings, speculative_config=drafts, max_num_seqs=16, max_num_batched_tokens=64) as llm:
+        for _ in range(2):
+            outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+            assert [output.token_ids for output in outputs] == expected
+            assert sum(output.speculation.num_accepted_draft_tokens for output in outputs) > 50
