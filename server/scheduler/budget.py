@@ -19,7 +19,7 @@ class TokenBudget:
         self._left = config.max_num_batched_tokens
         self._chunk_limit = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._partial_left = config.max_num_partial_prefills
-        self._reserved = sum([_is_decoding(sequence) for sequence in running])
+        self._reserved = sum([sequence.tokens_upper - sequence.computed_upper == 1 for sequence in running])
         has_prompts = has_waiting or self._reserved < len(running)
         spare = max(0, self._left - self._reserved)
         self._drafts_left = spare // 2 if has_prompts else spare
@@ -37,12 +37,12 @@ class TokenBudget:
         if not held:
             return _ONE_TOKEN
         room = sequence.limit - sequence.tokens_upper - 1
-        num_drafts = max(0, min(held, room, self._drafts_left, self._left - 1 - self._reserved))
-        return InFlight(1 + num_drafts, num_drafts, is_sampling=True)
+        num_drafts = min(held, room, self._drafts_left, self._left - 1 - self._reserved)
+        return InFlight(1 + num_drafts, num_drafts, is_sampling=True) if num_drafts > 0 else _ONE_TOKEN
 
     def forgo(self, sequence: Sequence) -> None:
         """Give back what a running sequence is sure of, as it is about to be preempted; in place of an offer."""
-        self._reserved -= _is_decoding(sequence)
+        self._reserved -= sequence.tokens_upper - sequence.computed_upper == 1
 
     def offer_prompt(self, num_pending: int) -> InFlight | None:
         """The row for that many known tokens to compute, or a chunk of them; None if neither may run."""
@@ -59,7 +59,3 @@ class TokenBudget:
         self._drafts_left -= row.num_drafts
         if not row.is_sampling:
             self._partial_left -= 1
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.tokens_upper - sequence.computed_upper == 1

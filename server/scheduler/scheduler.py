@@ -6,7 +6,6 @@ whose KV is computed; each step spends a token budget on closing the gap, plus d
 
 import math
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 
 from server.config import SchedulerConfig
 from server.engine.protocol import EngineStatistics, FinishReason
@@ -94,27 +93,29 @@ class Scheduler:
             wanted = budget.offer(sequence)
             if wanted is None:
                 continue
-            if wanted.num_drafts:
-                wanted = self._fit_drafts(sequence, wanted)
             end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
-            has_room = end <= len(sequence.block_ids) * self._block_size
-            new_blocks = () if has_room else self._grow(sequence, end, budget, held)
-            if new_blocks is None:
-                is_short_of_blocks = True
-                continue
+            new_block_ids: list[int] = []
+            if end > len(sequence.block_ids) * self._block_size:
+                wanted = self._fit_drafts(sequence, wanted)
+                end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
+                grown = self._grow(sequence, end, budget, held)
+                if grown is None:
+                    is_short_of_blocks = True
+                    continue
+                new_block_ids = grown
             budget.take(wanted)
-            rows.append(self._launch_row(sequence, wanted, end, new_blocks))
+            rows.append(self._launch_row(sequence, wanted, end, new_block_ids))
         if not is_short_of_blocks and not held:
             for sequence, start, wanted in self._admission.admit(budget, now, is_held=self.holds_admission):
                 starts.append(start)
                 budget.take(wanted)
-                rows.append(self._launch_row(sequence, wanted, sequence.num_computed + wanted.num_query, ()))
+                rows.append(self._launch_row(sequence, wanted, sequence.num_computed + wanted.num_query, []))
         if not rows:
             return None
         self.counters.num_steps += 1
         return StepPlan(starts=tuple(starts), rows=tuple(rows))
 
-    def _launch_row(self, sequence: Sequence, wanted: InFlight, end: int, new_block_ids: SequenceOf[int]) -> PlanRow:
+    def _launch_row(self, sequence: Sequence, wanted: InFlight, end: int, new_block_ids: list[int]) -> PlanRow:
         assert sequence.slot is not None
         num_query, num_drafts, is_sampling = wanted
         num_logprobs = None
@@ -153,14 +154,12 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, wanted: InFlight) -> InFlight:
         """As many of the drafts as free blocks have room for: nobody is preempted for a guess."""
         num_positions = (len(sequence.block_ids) + self._pool.num_free) * self._block_size - sequence.computed_upper
-        if wanted.num_query <= num_positions:
-            return wanted
-        num_unfit = min(wanted.num_drafts, wanted.num_query - num_positions)
+        num_unfit = min(wanted.num_drafts, max(0, wanted.num_query - num_positions))
         return InFlight(wanted.num_query - num_unfit, wanted.num_drafts - num_unfit, wanted.is_sampling)
 
     def _grow(self, sequence: Sequence, end: int, budget: TokenBudget, held: set[Sequence]) -> list[int] | None:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
-        count = -(-end // self._block_size) - len(sequence.block_ids)
+        count = max(0, -(-end // self._block_size) - len(sequence.block_ids))
         while (new_blocks := self._pool.allocate(count)) is None:
             victim = self._batch.sequences[-1]
             if victim is sequence:
@@ -199,51 +198,50 @@ class Scheduler:
             if row.error is not None:
                 self._fail(sequence, Failure.REFUSED if row.is_refusal else Failure.BROKEN, row.error, now)
                 continue
-            sequence.prompt_logprobs += row.prompt_logprobs
+            if row.prompt_logprobs:
+                sequence.prompt_logprobs += row.prompt_logprobs
             if launched.is_sampling:
                 self._settle_tokens(sequence, launched, row, now)
             else:
                 sequence.settle_chunk(launched)
-                self._publish(sequence)
                 self._outputs.append(self._output(sequence, now))  # the caller learns that it was started
+                self._publish(sequence)
 
     def _settle_tokens(self, sequence: Sequence, launched: InFlight, row: RowResult, now: float) -> None:
         is_first = len(sequence.token_ids) == sequence.num_prompt
-        num_accepted = len(row.token_ids) - 1
         token_ids, reason = apply_stop_rules(sequence, row.token_ids)
         num_kept = len(token_ids)
+        num_accepted = len(row.token_ids) - 1
         if num_accepted > num_kept:
             num_accepted = num_kept
         sequence.settle_tokens(launched, num_accepted, token_ids)
         sequence.num_next_drafts = row.num_next_drafts
-        self._publish(sequence)
+        if sequence.num_computed // self._block_size > sequence.num_published:
+            self._publish(sequence)
         self.counters.generation_tokens += num_kept
         if row.num_drafted:
             self.counters.count_drafts(row.num_drafted, num_accepted)
-        self._outputs.append(
-            SequenceOutput(
-                sequence.request,
-                sequence.choice,
-                sequence.scheduled_s,
-                now,
-                sequence.num_cached_tokens,
-                token_ids,
-                row.logprobs[:num_kept],
-                tuple(sequence.prompt_logprobs) if is_first else (),
-                row.num_drafted,
-                num_accepted,
-                reason,
-                token_ids[-1] if reason is FinishReason.STOP else None,
-            )
+        output = SequenceOutput(
+            sequence.request,
+            sequence.choice,
+            sequence.scheduled_s,
+            now,
+            sequence.num_cached_tokens,
+            token_ids,
+            row.logprobs[:num_kept],
+            tuple(sequence.prompt_logprobs) if is_first else (),
+            row.num_drafted,
+            num_accepted,
         )
         if reason is not None:
+            stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
+            output = output._replace(finish_reason=reason, stop_token_id=stop_token_id)
             self._end(sequence)
+        self._outputs.append(output)
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks that are full of settled tokens."""
         num_full = sequence.num_computed // self._block_size
-        if num_full <= sequence.num_published:
-            return
         hashes = sequence.hashes.up_to(sequence.token_ids, num_full)
         for i in range(sequence.num_published, num_full):
             self._pool.publish(sequence.block_ids[i], hashes[i])
@@ -315,8 +313,8 @@ class Scheduler:
             generation_tokens=counters.generation_tokens,
             num_preemptions=counters.num_preemptions,
             num_steps=counters.num_steps,
-            draft_tokens_per_position=tuple(counters.drafted),
-            accepted_tokens_per_position=tuple(counters.accepted),
+            draft_tokens_per_position=counters.drafted,
+            accepted_tokens_per_position=counters.accepted,
         )
 
     def check_integrity(self) -> None:
