@@ -54,6 +54,7 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
         model.config._attn_implementation = attention
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
+        logger.debug("why they cannot be compiled", exc_info=True)
         return False
     for layer, forward in zip(layers, traced, strict=True):
         layer.forward = forward

@@ -56,9 +56,10 @@ class Stepping:
         num_blocks = 1 + config.max_num_seqs * (-(-max_tokens // block_size))
         if proposer is None and k:
             proposer = NgramProposer(k, 1, 3, takes_last=False)
+        self.is_compiled = False
         if is_compiled:
             merge_linears(loaded.model.base_model)
-            assert trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
+            self.is_compiled = trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
         self.depth = depth
         self.head = LMHead.of(loaded.model, loaded.config)
         self.model = loaded.model

@@ -1,11 +1,12 @@
 """How long a decoding step takes on this GPU, and how much of it is the host's.
 
-`python -m tests.gpu.time_step [--shape 8b|135m] [--batches 1,8,64] [--context 512] [--drafts K] [--eager] ...`,
-from the repository root. Weights are random. Times are medians over steps at pipeline depth 1; of the host's parts
-the lower quartile stands beside, because machines are shared.
+`python -m tests.gpu.time_step [--shape 8b|135m] [--batches 1,8,64] [--context 512] [--drafts K] [--compile] [--eager]
+[--profile] ...`, from the repository root. Weights are random. Times are medians over steps at pipeline depth 1; of
+the host's parts the lower quartile stands beside, because machines are shared.
 """
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
 from server.request import Request, SamplingParams
@@ -45,8 +47,8 @@ SHAPES = {
         architectures=["LlamaForCausalLM"],
     ),
 }
-NUM_STEPS = 200
 WARM_UP_STEPS = 20
+NUM_PROFILED = 10
 
 
 class Stopwatch:
@@ -77,7 +79,7 @@ class Stopwatch:
         return f"{self.quantile(50, *names):5.0f} ({self.quantile(25, *names):.0f})"
 
 
-def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams) -> None:
+def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams, num_steps: int) -> None:
     """Print the times of a batch size."""
     prompt = [(7 * i) % 1000 + 3 for i in range(context)]
     for i in range(batch):
@@ -99,7 +101,7 @@ def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams
 
     runner.settle = settled  # type: ignore[method-assign]
     step = watch.watch("step", stepping.step)
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         assert step() is not None
     torch.cuda.synchronize()
     scheduler.schedule, scheduler.update, runner.launch = originals  # type: ignore[method-assign]
@@ -107,7 +109,8 @@ def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams
     print(
         f"batch {batch:3}: step {watch.quantile(50, 'step') / 1e3:7.3f} ms; host {watch.both('launch', 'settle')} us, "
         f"launch {watch.both('launch')}, settle {watch.both('settle')}; "
-        f"scheduler {watch.both('schedule', 'update')} us{segments(stepping, batch)}"
+        f"scheduler {watch.both('schedule', 'update')} us{segments(stepping, batch)}",
+        flush=True,
     )
     for i in range(batch):
         stepping.scheduler.abort(f"{batch}-{i}")
@@ -132,6 +135,23 @@ def segments(stepping: Stepping, batch: int) -> str:
     return f"; device {times[0]:.3f} + {times[1]:.3f} ms"
 
 
+def print_kernels(stepping: Stepping, batch: int) -> None:
+    """What a replayed step spends its time on."""
+    graphs, buckets = stepping.runner._graphs, stepping.runner._buckets
+    bucket = buckets.fit(batch, buckets.max_query)
+    assert graphs is not None
+    assert bucket is not None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(NUM_PROFILED):
+            graphs.replay_first(bucket)
+            graphs.replay_second(bucket)
+        torch.cuda.synchronize()
+    events = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+    for event in events[:25]:
+        time_us, count = event.device_time_total / NUM_PROFILED, event.count / NUM_PROFILED
+        print(f"  {time_us:8.1f} us {count:6.1f} x {event.key[:110]}", flush=True)
+
+
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -142,8 +162,13 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--max-len", type=int, default=8192)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--steps", type=int, default=200, help="per batch, more than 20")
+    parser.add_argument("--compile", action="store_true", help="merge linear layers, compile decoder layers")
+    parser.add_argument("--eager", action="store_true", help="capture nothing")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of the smallest batch's step")
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("server.model.traced_layers").setLevel(logging.DEBUG)
     batches = [int(batch) for batch in args.batches.split(",")]
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_len - args.context - 1, ignore_eos=True
@@ -160,19 +185,25 @@ def main() -> None:
             max_tokens=args.max_len,
             block_size=32,
             load_format="dummy",
+            is_compiled=args.compile,
             max_num_seqs=max(batches),
         )
         torch.cuda.synchronize()
-        print(f"{args.shape}: built in {time.perf_counter() - started:.1f} s")
+        print(f"{args.shape}: built in {time.perf_counter() - started:.1f} s, compiling included", flush=True)
         if not args.eager:
             before, _ = torch.cuda.mem_get_info()
             started = time.perf_counter()
             stepping.runner.capture(batch_sizes(max(batches)))
             torch.cuda.synchronize()
             nbytes = before - torch.cuda.mem_get_info()[0]
-            print(f"captured {batch_sizes(max(batches))} in {time.perf_counter() - started:.1f} s, {nbytes >> 20} MiB")
+            print(
+                f"captured {batch_sizes(max(batches))} in {time.perf_counter() - started:.1f} s, {nbytes >> 20} MiB",
+                flush=True,
+            )
         for batch in batches:
-            measure(stepping, batch, args.context, params)
+            measure(stepping, batch, args.context, params, args.steps)
+        if args.profile and not args.eager:
+            print_kernels(stepping, batches[0])
 
 
 if __name__ == "__main__":

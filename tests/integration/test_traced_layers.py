@@ -46,6 +46,7 @@ def requests(count: int) -> list[Request]:
 def answers(folder: Path, *, is_compiled: bool, **options: Any) -> list[list[int]]:
     settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **options}
     stepping = Stepping(folder, CPU, torch.float32, is_compiled=is_compiled, **settings)
+    assert stepping.is_compiled == is_compiled
     with torch.compiler.set_stance("fail_on_recompile" if is_compiled else "default"):
         return stepping.generate(requests(7)) + stepping.generate(requests(1))
 
