@@ -1,0 +1,88 @@
+"""Compiled decoder layers on CUDA, replayed and not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from server.request import Request, SamplingParams
+from tests.fakes.engine_under_test import engine_on, ngram
+from tests.fakes.stepping import Stepping
+from tests.gpu.test_graphs import GREEDY, PLAIN
+from tests.gpu.test_step import DEVICE, MIXED, NUM_TOKENS, no_waiting, requests
+from tests.tiny_model import build_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own imports
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("traced"), num_layers=3)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_traced() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(folder: Path, dtype: torch.dtype, **options: Any) -> Stepping:
+    stepping = Stepping(folder, DEVICE, dtype, is_compiled=True, **options)
+    assert stepping.is_compiled
+    return stepping
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_tokens_are_those_of_the_model_s_own_layers(folder: Path, k: int) -> None:
+    """Padded batches, chunks of prompts and mixed steps, by two versions of code: nothing is compiled later."""
+    options: dict[str, Any] = {"k": k, "depth": 1, "max_num_seqs": 5, "max_num_partial_prefills": 2}
+    expected = Stepping(folder, DEVICE, torch.float32, **options).generate(requests(PLAIN, 19))
+    for capture in ((), (1, 2, 4, 5)):
+        stepping = compiled(folder, torch.float32, **options)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            if capture:
+                stepping.runner.capture(capture)
+            assert stepping.generate(requests(PLAIN, 19)) == expected
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_full_bucket_equals_an_eager_batch_to_the_bit(folder: Path) -> None:
+    made = [
+        Request(request_id=str(i), prompt_token_ids=tuple(range(5 + i, 15 + i)) * 7, sampling=GREEDY) for i in range(4)
+    ]
+    answers = []
+    for capture in ((), (4,)):
+        stepping = compiled(folder, torch.bfloat16, capture=capture, max_num_seqs=4)
+        answers.append(stepping.generate(made))
+    assert answers[0] == answers[1]
+
+
+def test_no_step_waits_for_the_device(folder: Path) -> None:
+    stepping = compiled(folder, torch.bfloat16, k=3, depth=1, capture=(1, 2, 4, 6), max_num_seqs=6)
+    stepping.generate(requests(MIXED, 12, has_bad_words=True))
+    with no_waiting():
+        assert all(stepping.generate(requests(MIXED, 18, has_bad_words=True)))
+
+
+def test_a_server_compiles_before_it_serves(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And nothing afterwards."""
+    caplog.set_level("INFO")
+    settings: dict[str, Any] = {"enforce_eager": False, "max_num_seqs": 4, "speculative_config": ngram(3)}
+    prompts = [[5, 6, 7] * length for length in (1, 2, 30)]
+    sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    found = []
+    for when in ("none", "auto"):
+        with engine_on(folder, "cuda", compile=when, **settings) as engine:
+            assert ("compiled the decoder layers" in caplog.text) == (when == "auto")
+            with torch.compiler.set_stance("fail_on_recompile"):
+                found.append([outcome.only.token_ids for outcome in engine.generate(prompts, sampling)])
+    assert found[0] == found[1]
