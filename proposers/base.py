@@ -1,5 +1,7 @@
 """What a proposer of draft tokens gets and gives."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,3 +91,43 @@ class Proposer(Protocol):
 
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft the tokens that may follow each sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceText:
+    """A sequence that enters the batch, for the first time or after a preemption.
+
+    Attributes:
+        token_ids: all that is known, at least one. num_prompt: how many of them are the prompt.
+        cache_salt: what it brings is nobody's business who has another one.
+    """
+
+    token_ids: tuple[int, ...]
+    num_prompt: int
+    cache_salt: str
+
+
+class HostProposer(ABC):
+    """Drafts in Python, from tokens that have settled; used from the step thread, between two steps.
+
+    Its drafts go to the device with the next step, so a sequence it drafts for waits until its step has settled,
+    whatever the pipeline depth. Other sequences do not wait. Each is known by its slot; what raises ends drafting
+    for that slot until it is started anew.
+    """
+
+    @property
+    @abstractmethod
+    def num_speculative_tokens(self) -> int:
+        """k: the most tokens it proposes for a sequence."""
+
+    @abstractmethod
+    def start(self, slot: int, text: SequenceText) -> None:
+        """A sequence takes a slot; the one that had it is gone."""
+
+    @abstractmethod
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Tokens of the target's were added, in order; some behind the end of the sequence are possible."""
+
+    @abstractmethod
+    def propose(self, slot: int, max_drafts: int) -> Sequence[int]:
+        """At most so many tokens that may follow; none if there is nothing to say."""

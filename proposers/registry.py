@@ -16,6 +16,7 @@ GROUP = "outrider.proposers"
 
 BUILT_IN: Mapping[str, str] = {
     "ngram": "proposers.ngram:NgramConfig",
+    "suffix": "proposers.suffix:SuffixConfig",
 }
 
 

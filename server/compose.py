@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from proposers.base import Proposer, TargetView
+from proposers.base import HostProposer, Proposer, TargetView
 from server.config import Config
 from server.engine.engine import NativeEngine
 from server.errors import ConfigError, EngineDead
@@ -107,7 +107,7 @@ def _build_core(config: Config) -> Core:
     graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
     budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
     num_blocks = num_blocks_for(geometry, budget)
-    info = _model_info(config, loaded, num_blocks - 1, device, dtype)
+    info = _model_info(config, loaded, num_blocks - 1, device, dtype, proposer)
     _log_capacity(info)
     kv = allocate_kv(geometry, num_blocks, device)
     runner = build_runner(kv, max_tokens=info.max_request_len)
@@ -144,7 +144,7 @@ def _build_core(config: Config) -> Core:
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
 
 
-def build_proposer(config: Config, target: TargetView) -> Proposer | None:
+def build_proposer(config: Config, target: TargetView) -> Proposer | HostProposer | None:
     """What drafts; None without speculation. Raises: ConfigError."""
     return None if config.speculative is None else config.speculative.proposer.build(target)
 
@@ -247,7 +247,12 @@ def _check_budget(config: Config) -> None:
 
 
 def _model_info(
-    config: Config, loaded: LoadedModel, num_kv_blocks: int, device: torch.device, dtype: torch.dtype
+    config: Config,
+    loaded: LoadedModel,
+    num_kv_blocks: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    proposer: Proposer | HostProposer | None,
 ) -> ModelInfo:
     longest, asked = loaded.max_position_embeddings, config.model.max_model_len
     if asked is not None and asked > longest:
@@ -274,6 +279,7 @@ def _model_info(
         num_kv_blocks=num_kv_blocks,
         speculative_method="none" if speculative is None else speculative.method,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        drafts_on_host=isinstance(proposer, HostProposer),
         fingerprint=loaded.fingerprint,
     )
 

@@ -159,6 +159,7 @@ class ModelInfo:
         eos_token_ids: end a choice unless ignore_eos.
         generation_defaults: SamplingParams fields from the model's generation_config.
         num_kv_blocks: usable blocks (the null block is not counted).
+        drafts_on_host: whether drafts are made on the host, from settled tokens.
         fingerprint: digest of weights, KV geometry and dtype; root of all block hashes.
     """
 
@@ -176,4 +177,5 @@ class ModelInfo:
     num_kv_blocks: int
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
+    drafts_on_host: bool = False
     fingerprint: bytes = b""

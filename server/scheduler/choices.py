@@ -23,6 +23,7 @@ class ChoiceMaker:
         if not self._enable_prefix_caching:  # a root of its own: the choices share blocks, nobody else does
             fingerprint += b"/%d" % self._next_seq_id
         root = root_hash(fingerprint, request.cache_salt)
+        num_drafts = self._speculative_tokens(request)
         choices: list[Sequence] = []
         for choice in range(request.sampling.n):
             shares_blocks = choice > 0 and len(request.prompt_token_ids) > self._info.block_size
@@ -32,8 +33,9 @@ class ChoiceMaker:
                 choice=choice,
                 order=(primary, self._next_seq_id),
                 hashes=BlockHashes(root, self._info.block_size),
-                num_speculative_tokens=self._speculative_tokens(request),
+                num_speculative_tokens=num_drafts,
                 key=sampling_key(request.sampling.seed, choice),
+                drafts_on_host=self._info.drafts_on_host and num_drafts > 0,
                 leader=choices[0] if shares_blocks else None,
                 token_ids=list(request.prompt_token_ids),
             )

@@ -43,6 +43,7 @@ class Sequence:
         num_computed: settled leading tokens with valid KV.
         num_next_drafts: drafts waiting on the device, known while nothing is in flight.
         epoch: grows with each preemption; results of an older one are stale.
+        drafts_on_host: whether its drafts are made on the host, from settled tokens.
         num_prompt: tokens of the prompt.
         limit: most tokens it may have, prompt included.
         tokens_upper: most tokens it can have once everything in flight has settled.
@@ -57,6 +58,7 @@ class Sequence:
     hashes: BlockHashes
     num_speculative_tokens: int
     key: int
+    drafts_on_host: bool = False
     leader: "Sequence | None" = None
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -55,15 +55,17 @@ class Generation:
         processor: LogitsProcessor,
         proposer: Proposer | None,
         acceptance: Acceptance,
+        *,
+        max_drafts: int,
         max_tokens: int,
     ) -> None:
+        """Args: proposer: what drafts on the device. max_drafts: that a row may have, wherever they come from."""
         self._batch = batch
         self._head = head
         self._processor = processor
         self._proposer = proposer
         self._max_tokens = max_tokens
         device = batch.num_tokens.device
-        max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
         self._offsets = torch.arange(1 + max_drafts, device=device)
         vocabulary = None if proposer is None else proposer.vocabulary
         self._sampler = Sampler(batch, RejectionRule(acceptance, vocabulary, device))
@@ -117,10 +119,9 @@ class Generation:
     def _draft(self, sampling: SamplingRows) -> Tensor:
         """Put new drafts behind the known tokens. Returns: [M] int64, how many."""
         batch, slots = self._batch, sampling.slots
-        if self._proposer is None:
-            return torch.zeros_like(slots)
-        if not sampling.is_drafting:
-            batch.num_drafts.index_fill_(0, slots, 0)
+        if self._proposer is None or not sampling.is_drafting:
+            if len(self._offsets) > 1:
+                batch.num_drafts.index_fill_(0, slots, 0)
             return torch.zeros_like(slots)
         num_tokens = batch.num_tokens[slots]
         bound = max([row.context_bound for row in sampling.rows], default=self._max_tokens) + 1

@@ -50,11 +50,16 @@ class StepOutputs:
 
 
 class StepHandle:
-    """A launched step; one settles it once, after which its flight may be used again."""
+    """A launched step; one settles it once, after which its flight may be used again.
+
+    Attributes:
+        rows: the plan's rows in the order of the result's.
+    """
 
     def __init__(self, inputs: StepInputs, outputs: StepOutputs, flight: Flight, transfer: Transfer) -> None:
         """Begin to bring the outputs to the host."""
         self.flight = flight
+        self.rows = inputs.rows
         self._inputs = inputs
         self._failures = outputs.failures
         self._logprobs = None if outputs.logprobs is None else outputs.logprobs.download(transfer)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from proposers.base import Proposer
+from proposers.base import HostProposer, Proposer
 from server.model.head import LMHead
 from server.plan import PlanRow, StepPlan, StepResult
 from server.worker.batch import BatchState
@@ -18,6 +18,7 @@ from server.worker.buckets import Bucket, Buckets
 from server.worker.flight import Flight, Flights
 from server.worker.generation import NUM_COUNTS, Generation
 from server.worker.graphs import StepGraphs
+from server.worker.host_drafts import HostDrafting
 from server.worker.layout import lay_out, lay_out_decoding
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, prompt_logprobs
@@ -64,10 +65,11 @@ class Runner:
         *,
         num_slots: int,
         max_tokens: int,
-        proposer: Proposer | None,
+        proposer: Proposer | HostProposer | None,
         acceptance: Acceptance,
     ) -> None:
         """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
+        on_device = None if isinstance(proposer, HostProposer) else proposer
         max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
         self.kv = kv
         self.max_tokens = max_tokens
@@ -77,10 +79,21 @@ class Runner:
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device)
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._graphs: StepGraphs | None = None
-        self._is_second_captured = proposer is None or proposer.runs_on_device
+        self._is_second_captured = on_device is None or on_device.runs_on_device
+        self._host_drafting = None
+        if isinstance(proposer, HostProposer):
+            self._host_drafting = HostDrafting(proposer, self.batch, head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._target = Target(model, kv, self.batch)
-        self._generation = Generation(self.batch, head, self._logits_processor, proposer, acceptance, max_tokens)
+        self._generation = Generation(
+            self.batch,
+            head,
+            self._logits_processor,
+            on_device,
+            acceptance,
+            max_drafts=max_drafts,
+            max_tokens=max_tokens,
+        )
         num_results = num_slots * (1 + NUM_COUNTS + 2 * (1 + max_drafts))
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}
@@ -92,14 +105,19 @@ class Runner:
         for start in plan.starts:
             self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
+            if self._host_drafting is not None:
+                self._host_drafting.start(start)
         flight = self._flights.begin()
         standing = self._lay_out(plan, flight)
         inputs = standing.inputs
         changes = self.batch.stage(plan.starts, plan.rows, flight)
+        drafts = None if self._host_drafting is None else self._host_drafting.stage(plan.rows, flight)
         self._standing = None
         flight.send()
         self._standing = standing
         self.batch.apply(changes)
+        if self._host_drafting is not None and drafts is not None:
+            self._host_drafting.apply(drafts)
         outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
         return StepHandle(inputs, outputs, flight, self._transfer)
 
@@ -157,7 +175,7 @@ class Runner:
         """Wait for a launched step."""
         result = handle.settle()
         self._flights.give_back(handle.flight)
-        return result
+        return result if self._host_drafting is None else self._host_drafting.advance(handle.rows, result)
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor) -> dict[int, LogprobTensors]:
         """Log probabilities of the prompt tokens that follow each computed one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from proposers.base import Proposer
+from proposers.base import HostProposer, Proposer
 from server.compose import Core, build_core, build_proposer
 from server.config import Config
 from server.engine.protocol import (
@@ -164,7 +164,12 @@ class EngineUnderTest:
 
 @contextmanager
 def engine_on(
-    model: Path | str, device: str, *, proposer: Proposer | None = None, num_threads: int = 1, **settings: object
+    model: Path | str,
+    device: str,
+    *,
+    proposer: Proposer | HostProposer | None = None,
+    num_threads: int = 1,
+    **settings: object,
 ) -> Iterator[EngineUnderTest]:
     """An engine in float32 without speculation, unless `settings` say otherwise.
 

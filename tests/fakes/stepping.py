@@ -3,12 +3,13 @@
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from proposers.base import Proposer
+from proposers.base import HostProposer, Proposer
 from proposers.ngram import NgramProposer
 from server.config import ModelConfig, SchedulerConfig
 from server.kernels.rejection import Method
@@ -41,7 +42,7 @@ class Stepping:
         capture: Sequence[int] = (),
         max_tokens: int = 128,
         block_size: int = 16,
-        proposer: Proposer | None = None,
+        proposer: Proposer | HostProposer | None = None,
         method: Method = Method.STANDARD,
         load_format: Any = "auto",
         is_compiled: bool = False,
@@ -72,7 +73,10 @@ class Stepping:
             proposer=proposer,
             acceptance=Acceptance(method),
         )
-        info = model_info(block_size=block_size, num_blocks=num_blocks - 1, max_drafts=k)
+        info = replace(
+            model_info(block_size=block_size, num_blocks=num_blocks - 1, max_drafts=k),
+            drafts_on_host=isinstance(proposer, HostProposer),
+        )
         self.scheduler = Scheduler(
             config, info, BlockPool(num_blocks), enable_prefix_caching=False, clock=time.monotonic
         )

@@ -125,3 +125,11 @@ def test_admission_needs_room_for_a_chunk() -> None:
     assert budget(running, max_num_batched_tokens=4).offer_prompt(1) is None
     assert budget(running, max_num_batched_tokens=5).offer_prompt(1) == InFlight(1, 0, is_sampling=True)
     assert budget(running, max_num_batched_tokens=5).offer_prompt(100) == InFlight(1, 0, is_sampling=False)
+
+
+def test_who_is_drafted_for_on_the_host_waits_until_its_step_has_settled() -> None:
+    on_host, on_device = decoding(0, drafts_on_host=True, num_next_drafts=3), decoding(1, num_next_drafts=3)
+    for each in (on_host, on_device):
+        assert spend(budget([each]), [each]) == [(4, 3, True)]
+        each.launch(InFlight(4, 3, is_sampling=True))
+    assert spend(budget([on_host, on_device]), [on_host, on_device]) == [None, (6, 5, True)]
