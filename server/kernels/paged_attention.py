@@ -164,7 +164,15 @@ def _attention_kernel(
         span = (num_tiles + num_splits - 1) // num_splits * BLOCK_N
         begin = begin + split * span
         end = tl.minimum(begin + span, end)
-    # Positions below `full_end` are seen by every query row. Where a split has nothing, its end is not above begin.
+    if IS_SPLIT:
+        place = ((row * max_num_query + token) * (tl.num_programs(1) * GROUP) + head).to(tl.int64) * num_splits + split
+        has_nothing = begin >= end
+        if HAS_SINKS:
+            has_nothing = has_nothing & (split > 0)
+        if has_nothing:  # most splits of short rows: launches are cut for the longest context
+            tl.store(lse_ptr + place, float("-inf"), mask=is_row)
+            return
+    # Positions below `full_end` are seen by every query row. With a sink alone, a split's end is not above begin.
     full_end = begin
     if WINDOW == 0:
         full_end = tl.maximum(begin, tl.minimum(end, lowest + 1) // BLOCK_N * BLOCK_N)
@@ -193,7 +201,6 @@ def _attention_kernel(
     total = tl.where(total == 0.0, 1.0, total)  # where nothing was seen, the maximum is minus infinity
     values = values / total[:, None]
     if IS_SPLIT:
-        place = ((row * max_num_query + token) * (tl.num_programs(1) * GROUP) + head).to(tl.int64) * num_splits + split
         tl.store(lse_ptr + place, maximum + tl.log2(total), mask=is_row)
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
     else:
@@ -223,7 +230,7 @@ def _merge_kernel(
     dim = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place)
     weight = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: one split is above minus infinity
-    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # the others are 0
+    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # the others wrote nothing
     values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
     merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
     first_token = tl.load(first_token_ptr + row).to(tl.int64)

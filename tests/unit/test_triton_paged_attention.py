@@ -119,7 +119,19 @@ def test_a_narrower_cache_is_converted_as_it_is_read(kernel_device: str, kv_dtyp
 def test_splits_beyond_the_context_add_nothing(kernel_device: str) -> None:
     """A captured launch is cut for the longest context that may come."""
     inputs = attention_inputs([(33, 1), (2, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
-    check(inputs, num_splits=16)
+    buffers = []
+
+    def untouched(*shape: Any, **options: Any) -> torch.Tensor:
+        buffers.append(torch.full(*shape, UNTOUCHED, **options))
+        return buffers[-1]
+
+    with patch.object(module.torch, "empty", untouched):
+        check(inputs, num_splits=16)
+    partial, lse = buffers
+    is_live = torch.zeros(2, 1, 16, 1, dtype=torch.bool, device=kernel_device)
+    is_live[0, :, :2] = is_live[1, :, :1] = True  # tiles of 32 positions
+    assert (partial == UNTOUCHED).all(-1, keepdim=True).eq(~is_live).all(), "they store no values"
+    assert lse.isneginf().eq(~is_live[..., 0]).all()
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"sliding_window": 100, "sinks": True}], ids=str)
