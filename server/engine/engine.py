@@ -83,6 +83,7 @@ class NativeEngine:
         self._queued: set[str] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
+        self._undelivered: list[SequenceOutput] = []
         self._num_failed_steps = 0
         self._awaiting_quiet: tuple[Callable[[], None], float] | None = None
         self._snapshot = scheduler.statistics()
@@ -249,6 +250,7 @@ class NativeEngine:
             while self._take_messages():
                 self._run_when_quiet()
                 self._step()
+            self._hand_over()
         except Exception:
             logger.exception("the step thread has died")
             self._is_dead = True
@@ -292,12 +294,19 @@ class NativeEngine:
             depth = 0 if isinstance(self._in_flight[-1][1], Exception) else self._depth
         else:
             depth = 0
+        # Not before the launch: the loop would take the interpreter lock while the device waits for work.
+        self._hand_over()
         while len(self._in_flight) > depth:
             self._settle_oldest()
         self._snapshot = self._scheduler.statistics()
-        outputs = self._scheduler.take_outputs()
-        if outputs:
-            self._post(partial(self._deliver, outputs))
+        self._undelivered = self._scheduler.take_outputs()
+        if depth == 0:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._undelivered:
+            self._post(partial(self._deliver, self._undelivered))
+            self._undelivered = []
 
     def _launch(self, plan: StepPlan) -> Any:
         try:
@@ -325,8 +334,8 @@ class NativeEngine:
             StepFinished(
                 duration_s=self._clock() - launched_s,
                 num_rows=len(plan.rows),
-                num_query_tokens=sum(row.num_query for row in plan.rows),
-                num_generated_tokens=sum(len(row.token_ids) for row in result.rows),
+                num_query_tokens=sum([row.num_query for row in plan.rows]),
+                num_generated_tokens=sum([len(row.token_ids) for row in result.rows]),
                 # Clocks of different grain may differ by a little when nothing was waited for.
                 lock_wait_s=max(0.0, self._blocked_s - blocked_before_s),
             )

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -54,6 +55,21 @@ async def test_every_choice_gets_its_own_tokens(depth: int, max_drafts: int) -> 
         await harness.all_blocks_are_free()
         steps = [event for event in harness.events if isinstance(event, StepFinished)]
         assert sum(step.num_query_tokens for step in steps) >= sum(len(r.prompt_token_ids) for r in requests)
+
+
+@DEPTHS
+async def test_outputs_are_handed_over_once_the_device_has_work(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(depth=depth) as harness:
+        num_launched: list[int] = []
+        post = harness.engine._post
+
+        def note(callback: Callable[[], None]) -> None:
+            num_launched.append(len(harness.executor.inner.plans))
+            post(callback)
+
+        monkeypatch.setattr(harness.engine, "_post", note)
+        assert len((await harness.generate(make_request("a", range(3), max_tokens=5))).token_ids()) == 5
+        assert num_launched == ([1, 2, 3, 4, 5], [3, 4, 5, 5, 5])[depth]
 
 
 # -- open and abort --------------------------------------------------------------------------
