@@ -93,7 +93,9 @@ class Scheduler:
             wanted = budget.offer(sequence)
             if wanted is None:
                 continue
-            end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
+            end = sequence.computed_upper + wanted.num_query
+            if end > sequence.limit:
+                end = sequence.limit
             new_block_ids: list[int] = []
             if end > len(sequence.block_ids) * self._block_size:
                 wanted = self._fit_drafts(sequence, wanted)
