@@ -20,6 +20,7 @@ from server.errors import ConfigError, EngineDead
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kernels import jit
+from server.kernels.invariant_linear import invariant_linear
 from server.kernels.rejection import Method
 from server.kv.block_pool import BlockPool
 from server.model.attention import CPU_ATTENTION_NAME
@@ -29,6 +30,7 @@ from server.model.device import choose_device, choose_dtype
 from server.model.footprint import Footprint
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
+from server.model.invariance import make_invariant
 from server.model.loader import LoadedModel, load_model
 from server.model.traced_layers import trace_layers
 from server.passing_thread import run_in_passing_thread
@@ -86,8 +88,11 @@ def _build_core(config: Config) -> Core:
         pack_linears(loaded.model.base_model)
     elif jit.is_available(device) and not config.model.enforce_eager:
         merge_linears(loaded.model.base_model)
-        if config.model.compile != "none":
+        if config.model.compile != "none" and not config.model.batch_invariant:
             trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
+    if config.model.batch_invariant:
+        make_invariant(loaded.model, is_packed=is_packed)
+        logger.info("batch-invariant: a request's tokens do not depend on what runs beside it")
     num_slots = config.scheduler.max_num_seqs
     proposer = build_proposer(config, TargetView(loaded.vocab_size, device, num_slots))
     num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
@@ -99,7 +104,8 @@ def _build_core(config: Config) -> Core:
         getattr(loaded.config, "intermediate_size", None) or 4 * loaded.config.hidden_size,
         loaded.vocab_size,
     )
-    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed)
+    linear = invariant_linear if config.model.batch_invariant and device.type == "cuda" else None
+    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed, linear=linear)
     acceptance = _acceptance(config.speculative)
     build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposer=proposer, acceptance=acceptance)
     sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []

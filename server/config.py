@@ -53,6 +53,11 @@ class ModelConfig(Section):
         description="when to compile the decoder layers: wait, before serving; auto, on the CPU aside while serving "
         "starts, else before it; none",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="answer a request with the same tokens whatever runs beside it, in bfloat16 as well; on CUDA "
+        "slower, with layers that are not compiled; on the CPU always so with our C++ operators",
+    )
     enforce_eager: bool = Field(
         default=False, description="run the model's own modules: nothing is merged, packed, captured or compiled"
     )

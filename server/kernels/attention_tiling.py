@@ -39,6 +39,17 @@ def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(min(rows, 128), 64, num_warps=4 if rows < 128 else 8, num_stages=5)
 
 
+def fixed_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+    """One tiling for all numbers of query rows, and with it one order of summation.
+
+    64 rows are what the instruction for many rows takes; for fewer the compiler picks another one, which sums
+    differently.
+    """
+    if dtype == torch.float32:
+        return Tiling(32, 32, num_warps=4, num_stages=2)
+    return Tiling(64, 32 if head_dim > 128 else 64, num_warps=4, num_stages=5)
+
+
 def choose_num_splits(
     num_programs: int, max_num_query: int, context_bound: int, block_n: int, device: torch.device
 ) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.kernels.attention_tiling import choose_num_splits, choose_tiling
+from server.kernels.attention_tiling import choose_num_splits, choose_tiling, fixed_tiling
 from server.kernels.jit import ceil_div, jit, next_power_of_2, tl
 
 _LOG2_E = math.log2(math.e)
@@ -221,18 +221,35 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    IS_ORDERED: tl.constexpr,
 ) -> None:
-    """Weigh the splits of one token of one row (axis 0) and one head (axis 1) by their sums."""
+    """Weigh the splits of one token of one row (axis 0) and one head (axis 1) by their sums.
+
+    In order, the result does not depend on how many empty splits there are.
+    """
     row, token, head = tl.program_id(0) // max_num_query, tl.program_id(0) % max_num_query, tl.program_id(1)
     if token >= tl.load(num_query_ptr + row):
         return
-    place = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    first = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head) * NUM_SPLITS
+    place = first + tl.arange(0, NUM_SPLITS)
     dim = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place)
-    weight = tl.exp2(lse - tl.max(lse, 0))  # a token sees itself: one split is above minus infinity
-    is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]  # the others wrote nothing
-    values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
-    merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+    maximum = tl.max(lse, 0)  # a token sees itself: one split is above minus infinity
+    if IS_ORDERED:
+        merged, total = tl.zeros([BLOCK_D], tl.float32), 0.0
+        for split in range(NUM_SPLITS):
+            split_lse = tl.load(lse_ptr + first + split)
+            if split_lse > float("-inf"):  # the others wrote nothing
+                weight = tl.exp2(split_lse - maximum)
+                values = tl.load(partial_ptr + (first + split) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
+                merged += values * weight
+                total += weight
+        merged = merged / total
+    else:
+        weight = tl.exp2(lse - maximum)
+        is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
+        values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
+        merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
     first_token = tl.load(first_token_ptr + row).to(tl.int64)
     pointer = out_ptr + (first_token + token) * stride_out_token + head * stride_out_head + dim
     tl.store(pointer, merged.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -274,8 +291,8 @@ def paged_attention(
             as large as the caller likes to keep few shapes.
         sliding_window: positions seen, the token's own included. softcap: as in reference.attention.
         sinks: [heads], a logit without a value.
-        split_span: positions per split, a multiple of 128. It fixes a token's order of summation whatever is in the
-            batch and whatever the bounds are; None splits by shape and by length.
+        split_span: positions per split, a multiple of 128. A token's output then has the same bits whatever is in the
+            batch, in its tile and in the bounds; None splits by shape and by length.
 
     Raises: ValueError, before any launch.
     Twin: reference.paged_attention.
@@ -288,8 +305,13 @@ def paged_attention(
     if num_rows == 0 or max_num_query == 0:
         return
     group = num_heads // num_kv_heads
-    tiling = choose_tiling(max_num_query * group, head_dim, query.dtype)
-    num_tiles = ceil_div(max_num_query * group, tiling.block_m)
+    num_tile_rows = max_num_query * group
+    tiling = (
+        choose_tiling(num_tile_rows, head_dim, query.dtype)
+        if split_span is None
+        else fixed_tiling(head_dim, query.dtype)
+    )
+    num_tiles = ceil_div(num_tile_rows, tiling.block_m)
     if split_span is None:
         num_programs = num_tiles * num_kv_heads * num_rows
         num_splits = choose_num_splits(num_programs, max_num_query, context_bound, tiling.block_n, query.device)
@@ -341,6 +363,8 @@ def paged_attention(
         LOG2_E=_LOG2_E,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        # Tiles with a mask and tiles without are different code, in which products and sums are fused differently.
+        enable_fp_fusion=split_span is None,
     )
     if is_split:
         _merge_kernel[(num_rows * max_num_query, num_heads)](
@@ -355,6 +379,8 @@ def paged_attention(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             NUM_SPLITS=num_splits,
+            IS_ORDERED=split_span is not None,
+            enable_fp_fusion=split_span is None,
         )
 
 

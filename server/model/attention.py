@@ -6,6 +6,7 @@ sliding windows are decided here, from positions.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from server.model.cache import cache_root
 ATTENTION_NAME = "outrider_paged"
 CPU_ATTENTION_NAME = "outrider_paged_cpu"
 CUDA_ATTENTION_NAME = "outrider_paged_cuda"
+INVARIANT_ATTENTION_NAME = "outrider_paged_invariant"
+"""The one on CUDA with a fixed order of summation, see invariance.py."""
 OPERATOR_ATTENTION_NAME = "outrider_paged_operator"
 """That of traced code, see attention_operator.py."""
+INVARIANT_SPAN = 512
+"""Positions that are summed in one go in invariant attention."""
 
 
 def attention_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -203,9 +208,15 @@ def _attend_on_cpu(
 
 
 def attend_on_cuda(
-    step: AttentionStep, layer: Tensor, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    step: AttentionStep,
+    layer: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: AttentionOptions,
+    split_span: int | None = None,
 ) -> Tensor:
-    """One launch per group."""
+    """One launch per group; split_span: see paged_attention."""
     triton_kv_write.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
@@ -224,6 +235,7 @@ def attend_on_cuda(
             sliding_window=options.sliding_window,
             softcap=options.softcap,
             sinks=options.sinks,
+            split_span=split_span,
         )
     return output
 
@@ -237,7 +249,9 @@ def read_kv(layer: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
 paged_attention = _for_transformers(attend_by_tensors)
 paged_attention_cpu = _for_transformers(_attend_on_cpu)
 paged_attention_cuda = _for_transformers(attend_on_cuda)
+paged_attention_invariant = _for_transformers(partial(attend_on_cuda, split_span=INVARIANT_SPAN))
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 AttentionInterface.register(CPU_ATTENTION_NAME, paged_attention_cpu)
 AttentionInterface.register(CUDA_ATTENTION_NAME, paged_attention_cuda)
+AttentionInterface.register(INVARIANT_ATTENTION_NAME, paged_attention_invariant)

@@ -1,16 +1,29 @@
 """From hidden states to logits, for chosen rows and for a part of the vocabulary."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from server.errors import ModelError
 from server.kernels import cpu_linear
 from server.kernels.huge_pages import Arena
 from server.model.fusion import PackedLinear
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(inputs [..., in], weight [out, in], bias [out] or None) -> [..., out]."""
+
+
+def _wide_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product as it was summed, in float32; saves rounding it, and a pass over it to widen it. CUDA only."""
+    if inputs.dtype == torch.float32:
+        return functional.linear(inputs, weight, bias)
+    outputs = torch.mm(inputs.flatten(0, -2), weight.t(), out_dtype=torch.float32)
+    outputs = outputs.view(*inputs.shape[:-1], weight.shape[0])
+    return outputs if bias is None else outputs + bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +34,7 @@ class LMHead:
         weight: [vocab, hidden]; bias: [vocab] or None; both the model's own tensors.
         scale: factor on the logits. softcap: logits become softcap * tanh(logits / softcap).
         packed: the same projection with its weight packed, for the whole vocabulary; None where that is no gain.
+        linear: what multiplies otherwise.
     """
 
     weight: Tensor
@@ -28,16 +42,29 @@ class LMHead:
     scale: float
     softcap: float | None
     packed: PackedLinear | None = None
+    linear: Linear = functional.linear
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: PreTrainedConfig, *, is_packed: bool = False) -> "LMHead":
-        """The head of a loaded model; packed, it keeps its weight in our operator's order in addition."""
+    def of(
+        cls,
+        model: PreTrainedModel,
+        config: PreTrainedConfig,
+        *,
+        is_packed: bool = False,
+        linear: Linear | None = None,
+    ) -> "LMHead":
+        """The head of a loaded model; packed, it keeps its weight in our operator's order in addition.
+
+        Args: linear: None takes torch's, on CUDA with results in float32.
+        """
         layer = model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
         bias = getattr(layer, "bias", None)
         is_packed = is_packed and cpu_linear.supports(layer.weight.dtype, layer.weight.shape[1])
+        if linear is None:
+            linear = _wide_linear if layer.weight.is_cuda else functional.linear
         packed = PackedLinear(layer.weight, bias, Arena()) if is_packed else None
-        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed)
+        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed, linear)
 
     @property
     def vocab_size(self) -> int:
@@ -48,12 +75,12 @@ class LMHead:
         """Logits of the whole vocabulary: [..., hidden] -> [..., vocab] float32."""
         if self.packed is not None:
             return self._adjust(self.packed(hidden))
-        return self._adjust(linear(hidden, self.weight, self.bias))
+        return self._adjust(self.linear(hidden, self.weight, self.bias))
 
     def logits_between(self, hidden: Tensor, start: int, end: int) -> Tensor:
         """Logits of the tokens in [start, end): [..., hidden] -> [..., end - start] float32."""
         bias = None if self.bias is None else self.bias[start:end]
-        return self._adjust(linear(hidden, self.weight[start:end], bias))
+        return self._adjust(self.linear(hidden, self.weight[start:end], bias))
 
     def logits_at(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
         """The logit of one token per row: [n, hidden], [n] int64 -> [n] float32."""

@@ -40,7 +40,13 @@ def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, 
 
 def launch_all() -> None:
     """Each kernel at least once."""
-    for num_query, options in ((2, {"sliding_window": 9, "softcap": 2.0}), (40, {})):
+    variants: list[tuple[int, dict[str, Any]]] = [
+        (2, {"sliding_window": 9, "softcap": 2.0, "sinks": torch.zeros(4)}),
+        (40, {}),
+        (2, {"split_span": 256}),
+        (40, {"split_span": 256, "sinks": torch.zeros(4)}),
+    ]
+    for num_query, options in variants:
         inputs = attention_inputs(
             [(500, num_query)], heads=4, kv_heads=2, head_dim=64, block_size=16, device="cpu", dtype=torch.bfloat16
         )

@@ -189,6 +189,19 @@ def test_with_a_fixed_span_a_row_does_not_depend_on_its_batch() -> None:
         assert alone[count:].isnan().all()
 
 
+@pytest.mark.parametrize("case", [Case("8B", [(1500, 700)]), Case("", [(1500, 700)], 9, 3, 64)], ids=["8B", "SmolLM2"])
+def test_with_a_fixed_span_a_token_does_not_depend_on_its_chunk(case: Case) -> None:
+    """Bit for bit: alone, in verification and in chunks of any length, beside tokens before and behind it."""
+    inputs = case.inputs()
+    together = attend(inputs, split_span=512)
+    for first, count in ((0, 1), (699, 1), (333, 1), (100, 6), (223, 6), (128, 40), (37, 300), (0, 699)):
+        rows = {"first_token": inputs.first_token + first, "num_query": torch.full_like(inputs.num_query, count)}
+        for bound in (inputs.context_bound, 8192):
+            part = attend(inputs, split_span=512, max_num_query=count, context_bound=bound, **rows)
+            tokens = slice(first, first + count)
+            assert torch.equal(part[tokens], together[tokens]), f"{count} tokens from {first}"
+
+
 def test_rows_may_start_anywhere_in_their_tensors() -> None:
     """A step attends its short rows and its long ones by slices of the same tensors, aligned to 8 bytes."""
     inputs = Case("", [(100, 1), (200, 1), (90, 40)]).inputs()
