@@ -67,11 +67,13 @@ class Draft:
         counts: [R] int32.
         logits: [R, k, size] of the proposer's `vocabulary`, whose softmax the drafts were drawn from; what lies
             beyond a row's count is never looked at. None where drafts are certain.
+        ranks: [R] int32, whose drafts they are: the place in the configured list; None where there is only one.
     """
 
     ids: Tensor
     counts: Tensor
     logits: Tensor | None = None
+    ranks: Tensor | None = None
 
 
 class Proposer(Protocol):

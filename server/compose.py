@@ -94,8 +94,8 @@ def _build_core(config: Config) -> Core:
         make_invariant(loaded.model, is_packed=is_packed)
         logger.info("batch-invariant: a request's tokens do not depend on what runs beside it")
     num_slots = config.scheduler.max_num_seqs
-    proposer = build_proposer(config, TargetView(loaded.vocab_size, device, num_slots))
-    num_drafts = 0 if proposer is None else proposer.num_speculative_tokens
+    proposers = build_proposers(config, TargetView(loaded.vocab_size, device, num_slots))
+    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     activations = activation_nbytes(
         config.scheduler.max_num_batched_tokens,
         num_slots * (1 + num_drafts),
@@ -107,13 +107,13 @@ def _build_core(config: Config) -> Core:
     linear = invariant_linear if config.model.batch_invariant and device.type == "cuda" else None
     head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed, linear=linear)
     acceptance = _acceptance(config.speculative)
-    build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposer=proposer, acceptance=acceptance)
+    build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposers=proposers, acceptance=acceptance)
     sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []
     longest = config.model.max_model_len or loaded.max_position_embeddings
     graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
     budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
     num_blocks = num_blocks_for(geometry, budget)
-    info = _model_info(config, loaded, num_blocks - 1, device, dtype, proposer)
+    info = _model_info(config, loaded, num_blocks - 1, device, dtype, proposers)
     _log_capacity(info)
     kv = allocate_kv(geometry, num_blocks, device)
     runner = build_runner(kv, max_tokens=info.max_request_len)
@@ -150,9 +150,9 @@ def _build_core(config: Config) -> Core:
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
 
 
-def build_proposer(config: Config, target: TargetView) -> Proposer | HostProposer | None:
-    """What drafts; None without speculation. Raises: ConfigError."""
-    return None if config.speculative is None else config.speculative.proposer.build(target)
+def build_proposers(config: Config, target: TargetView) -> list[Proposer | HostProposer]:
+    """What drafts, in the order in which it is asked; nothing without speculation. Raises: ConfigError."""
+    return [] if config.speculative is None else [each.build(target) for each in config.speculative.proposers]
 
 
 def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
@@ -258,7 +258,7 @@ def _model_info(
     num_kv_blocks: int,
     device: torch.device,
     dtype: torch.dtype,
-    proposer: Proposer | HostProposer | None,
+    proposers: Sequence[Proposer | HostProposer],
 ) -> ModelInfo:
     longest, asked = loaded.max_position_embeddings, config.model.max_model_len
     if asked is not None and asked > longest:
@@ -285,7 +285,7 @@ def _model_info(
         num_kv_blocks=num_kv_blocks,
         speculative_method="none" if speculative is None else speculative.method,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
-        drafts_on_host=isinstance(proposer, HostProposer),
+        drafts_on_host=any(isinstance(proposer, HostProposer) for proposer in proposers),
         fingerprint=loaded.fingerprint,
     )
 

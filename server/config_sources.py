@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = F
         _flag(SPECULATIVE_CONFIG),
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help=f"JSON object, or none for no speculation; method is one of {', '.join(BUILT_IN)}, or module:Class of "
-        f"another; num_speculative_tokens and all other keys: docs/speculative.md (default: none)",
+        help=f"JSON object, a list of them, or none for no speculation; method is one of {', '.join(BUILT_IN)}, "
+        f"or module:Class of another; num_speculative_tokens and all other keys: docs/speculative.md (default: none)",
     )
 
 

@@ -80,26 +80,28 @@ class AcceptanceConfig(Section):
 class SpeculativeConfig(Section):
     """Settings of speculation."""
 
-    proposer: SerializeAsAny[ProposerConfig]
+    proposers: tuple[SerializeAsAny[ProposerConfig], ...]
     acceptance: AcceptanceConfig = AcceptanceConfig()
 
     @property
     def method(self) -> str:
-        """What makes the drafts."""
-        return self.proposer.method
+        """What makes the drafts, in the order in which it is asked."""
+        return ",".join(proposer.method for proposer in self.proposers)
 
     @property
     def num_speculative_tokens(self) -> int:
         """k: most drafts of a row in a step."""
-        return self.proposer.num_speculative_tokens
+        return max(proposer.num_speculative_tokens for proposer in self.proposers)
 
     def plain(self) -> object:
         """The settings as they may be given again."""
-        return {**self.proposer.model_dump(), **self.acceptance.model_dump(exclude_defaults=True)}
+        first, *others = [proposer.model_dump() for proposer in self.proposers]
+        first |= self.acceptance.model_dump(exclude_defaults=True)
+        return [first, *others] if others else first
 
 
 def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
-    """Read a mapping, JSON text of one, None or "none".
+    """Read a mapping, a list of them, JSON text of either, None or "none".
 
     Raises: ConfigError that names every refused value.
     """
@@ -108,25 +110,38 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            problem = f"must be a JSON object or none, got {quoted(value)}: {error}"
+            problem = f"must be a JSON object, a list of them or none, got {quoted(value)}: {error}"
             raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
     if value is None or isinstance(value, str):
         return None
     if isinstance(value, SpeculativeConfig):
         return value
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{SPECULATIVE_CONFIG}: must be a mapping or none, got {quoted(given.value)} (from {given.source})"
-        )
-    items = {str(name): item for name, item in cast("Mapping[object, object]", value).items()}
-    rules = {name: Given(items.pop(name), given.source) for name in AcceptanceConfig.model_fields if name in items}
-    proposer = _parse_proposer(items, given.source, f"{SPECULATIVE_CONFIG}.")
+    members: list[object] = list(value) if isinstance(value, list | tuple) else [value]
+    if not members or not all(isinstance(member, Mapping) for member in members):
+        problem = f"must be a mapping, a list of them or none, got {quoted(given.value)}"
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})")
+    return _parse_members(cast("list[Mapping[object, object]]", members), given.source)
+
+
+def _parse_members(members: list[Mapping[object, object]], source: str) -> SpeculativeConfig:
+    """Of each mapping the proposer; the rule of acceptance is one for all and may be in any of them."""
+    rules: dict[str, Given] = {}
+    proposers: list[ProposerConfig] = []
+    for i, member in enumerate(members):
+        prefix = f"{SPECULATIVE_CONFIG}." if len(members) == 1 else f"{SPECULATIVE_CONFIG}[{i}]."
+        items = {str(name): item for name, item in member.items()}
+        for name in AcceptanceConfig.model_fields.keys() & items.keys():
+            if name in rules:
+                raise ConfigError(f"{prefix}{name}: is one for all, and is given already (from {source})")
+            rules[name] = Given(items.pop(name), source)
+        proposers.append(_parse_proposer(items, source, prefix))
     acceptance = build_section(AcceptanceConfig, rules, prefix=f"{SPECULATIVE_CONFIG}.")
+    config = SpeculativeConfig(proposers=tuple(proposers), acceptance=acceptance)
     try:
-        acceptance.check_width(proposer.num_speculative_tokens)
+        acceptance.check_width(config.num_speculative_tokens)
     except ValueError as error:
-        raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {given.source})") from None
-    return SpeculativeConfig(proposer=proposer, acceptance=acceptance)
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {source})") from None
+    return config
 
 
 def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> ProposerConfig:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from proposers.base import DraftVocabulary
 from server.plan import PlanRow, SequenceStart
 from server.worker.flight import Flight
 
@@ -54,9 +55,20 @@ class BatchState:
             temperature of 0 is greedy. noise: [S + 1] float32, 0 for those and 1 for others. is_rejecting: [S + 1]
             float32, 1 for those of noise and no seed, whose drafts the rejection rule may judge.
         max_drafts: [S + 1] int32; most drafts to propose.
+        draft_rank: [S + 1] int64; which of several proposers on the device the drafts are from.
+        draft_logits: [S + 1, k, size of the draft vocabulary], what the drafts were drawn from; None where they are
+            certain.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int, block_size: int, max_drafts: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_tokens: int,
+        block_size: int,
+        max_drafts: int,
+        device: torch.device,
+        draft_vocabulary: DraftVocabulary | None = None,
+    ) -> None:
         """Args: max_tokens: longest sequence; the token row has room for a step's overshoot beyond it."""
         self.spare_slot = num_slots
         self._num_blocks = [0] * num_slots
@@ -74,10 +86,19 @@ class BatchState:
         self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._floats[4:7]
         self.is_rejecting = self._floats[7]
         self.max_drafts = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self.draft_rank = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.draft_logits: Tensor | None = None
+        if draft_vocabulary is not None:
+            shape = num_rows, max_drafts, draft_vocabulary.size
+            self.draft_logits = torch.zeros(shape, dtype=draft_vocabulary.dtype, device=device)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All of them, for whoever wants to save and restore the state."""
-        return self.token_ids, self.block_table, self._integers, self._floats, self.max_drafts
+        logits = () if self.draft_logits is None else (self.draft_logits,)
+        return (
+            *(self.token_ids, self.block_table, self._integers, self._floats, self.max_drafts, self.draft_rank),
+            *logits,
+        )
 
     def stage(self, starts: Sequence[SequenceStart], rows: Sequence[PlanRow], flight: Flight) -> BatchChanges:
         """Put what a plan changes into its flight."""

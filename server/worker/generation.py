@@ -69,10 +69,6 @@ class Generation:
         self._offsets = torch.arange(1 + max_drafts, device=device)
         vocabulary = None if proposer is None else proposer.vocabulary
         self._sampler = Sampler(batch, RejectionRule(acceptance, vocabulary, device))
-        self._draft_logits: Tensor | None = None
-        if vocabulary is not None:  # of each slot's drafts, until they are verified
-            shape = (batch.spare_slot + 1, max_drafts, vocabulary.size)
-            self._draft_logits = torch.zeros(shape, dtype=vocabulary.dtype, device=device)
 
     def generate(self, sampling: SamplingRows, hidden: Tensor) -> Generated:
         """Args: hidden: [T, hidden] of all flat tokens."""
@@ -108,7 +104,7 @@ class Generation:
         batch, slots = self._batch, sampling.slots
         ahead = self._offsets[: sampling.num_positions - 1]
         ids = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
-        logits = None if self._draft_logits is None else self._draft_logits[slots, : len(ahead)]
+        logits = None if batch.draft_logits is None else batch.draft_logits[slots, : len(ahead)]
         return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts), logits)
 
     def _logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
@@ -130,9 +126,11 @@ class Generation:
         )
         ahead = num_tokens[:, None] + self._offsets[: draft.ids.shape[1]]
         batch.token_ids[slots[:, None], ahead] = draft.ids.clamp(min=0)  # padding is never read, but must be an index
-        if self._draft_logits is not None:
+        if batch.draft_logits is not None:
             assert draft.logits is not None, "a proposer with a vocabulary says what drafts were drawn from"
-            self._draft_logits[slots] = draft.logits
+            batch.draft_logits[slots, : draft.logits.shape[1]] = draft.logits
+        if draft.ranks is not None:
+            batch.draft_rank[slots] = draft.ranks.long()
         num_drafts = draft.counts.long()
         batch.num_drafts[slots] = num_drafts
         return num_drafts

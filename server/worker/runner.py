@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from proposers.base import HostProposer, Proposer
+from proposers.chain import Arrangement
 from server.model.head import LMHead
 from server.plan import PlanRow, StepPlan, StepResult
 from server.worker.batch import BatchState
@@ -65,24 +66,29 @@ class Runner:
         *,
         num_slots: int,
         max_tokens: int,
-        proposer: Proposer | HostProposer | None,
+        proposers: Sequence[Proposer | HostProposer],
         acceptance: Acceptance,
     ) -> None:
-        """Args: kv: see kv_tensors.allocate_kv. max_tokens: longest sequence, prompt and output together."""
-        on_device = None if isinstance(proposer, HostProposer) else proposer
-        max_drafts = 0 if proposer is None else proposer.num_speculative_tokens
+        """Args:
+        kv: see kv_tensors.allocate_kv.
+        max_tokens: longest sequence, prompt and output together.
+        proposers: each row's drafts are from the first that has some; none is no speculation.
+        """
+        arranged = Arrangement.of(proposers, head.vocab_size)
+        on_device, max_drafts = arranged.on_device, arranged.num_speculative_tokens
+        vocabulary = None if on_device is None else on_device.vocabulary
         self.kv = kv
         self.max_tokens = max_tokens
         self.max_drafts = max_drafts
         self._head = head
         self._transfer = Transfer(kv.device)
-        self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device)
+        self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device, vocabulary)
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._graphs: StepGraphs | None = None
         self._is_second_captured = on_device is None or on_device.runs_on_device
         self._host_drafting = None
-        if isinstance(proposer, HostProposer):
-            self._host_drafting = HostDrafting(proposer, self.batch, head.vocab_size)
+        if arranged.on_host:
+            self._host_drafting = HostDrafting(arranged.on_host, self.batch, head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._target = Target(model, kv, self.batch)
         self._generation = Generation(

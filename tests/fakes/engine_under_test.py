@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from proposers.base import HostProposer, Proposer
-from server.compose import Core, build_core, build_proposer
+from server.compose import Core, build_core, build_proposers
 from server.config import Config
 from server.engine.protocol import (
     Delta,
@@ -187,8 +187,8 @@ def engine_on(
         "speculative_config": ngram(proposer.num_speculative_tokens) if proposer else None,
     }
     config = Config.from_kwargs(model=str(model), **{**defaults, **settings})
-    build = (lambda *_: proposer) if proposer else build_proposer
-    with patch("server.compose.build_proposer", build), patch("server.compose.cpu_count", lambda: num_threads):
+    build = (lambda *_: [proposer]) if proposer else build_proposers
+    with patch("server.compose.build_proposers", build), patch("server.compose.cpu_count", lambda: num_threads):
         engine = EngineUnderTest(build_core(config))
     try:
         yield engine

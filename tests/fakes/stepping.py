@@ -70,7 +70,7 @@ class Stepping:
             allocate_kv(geometry, num_blocks, device),
             num_slots=config.max_num_seqs,
             max_tokens=max_tokens,
-            proposer=proposer,
+            proposers=[] if proposer is None else [proposer],
             acceptance=Acceptance(method),
         )
         info = replace(

@@ -86,7 +86,7 @@ def test_speculation_from_each_source(in_file: str, tmp_path: Path) -> None:
         _resolve(f"--speculative-config {text}"),
     ):
         assert resolved.config.speculative is not None
-        assert resolved.config.speculative.proposer == NgramConfig(method="ngram", match="last")
+        assert resolved.config.speculative.proposers == (NgramConfig(method="ngram", match="last"),)
 
 
 def test_every_setting_has_a_flag_and_a_variable() -> None:

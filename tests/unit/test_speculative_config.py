@@ -1,5 +1,6 @@
 """The one setting whose keys depend on what it names."""
 
+import json
 from importlib.metadata import EntryPoint
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ def refusal(value: object) -> str:
 
 
 def test_given_as_mapping_text_or_object() -> None:
-    expected = SpeculativeConfig(proposer=NgramConfig(method="ngram", num_speculative_tokens=3))
+    expected = SpeculativeConfig(proposers=(NgramConfig(method="ngram", num_speculative_tokens=3),))
     text = '{"method": "ngram", "num_speculative_tokens": 3}'
     for value in (text, {"method": "ngram", "num_speculative_tokens": 3}, expected):
         assert read(value) == expected
@@ -59,7 +60,7 @@ class TestNgram:
         )
 
     def test_small_maximum_alone_lowers_the_minimum(self) -> None:
-        config = read({"prompt_lookup_max": 2}).proposer
+        config = read({"prompt_lookup_max": 2}).proposers[0]
         assert isinstance(config, NgramConfig)
         assert (config.prompt_lookup_min, config.prompt_lookup_max) == (2, 2)
 
@@ -84,7 +85,7 @@ class TestMethods:
 
     def test_a_class_in_place_of_a_name(self) -> None:
         config = read({"method": "proposers.ngram:NgramConfig", "match": "last"})
-        assert config.proposer == NgramConfig(method="proposers.ngram:NgramConfig", match="last")
+        assert config.proposers == (NgramConfig(method="proposers.ngram:NgramConfig", match="last"),)
 
     def test_other_distributions_bring_theirs(self) -> None:
         point = EntryPoint("lookup", "proposers.ngram:NgramConfig", registry.GROUP)
@@ -100,6 +101,33 @@ class TestMethods:
         with pytest.raises(ConfigError, match="two proposers are called ngram"):
             known_proposers([ours])
         assert known_proposers([same, same])["ngram"] == "proposers.ngram:NgramConfig"
+
+
+class TestLists:
+    BOTH = ({"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "block"})
+
+    def test_members_keep_their_order_and_their_k(self) -> None:
+        config = read(list(self.BOTH))
+        assert (config.method, config.num_speculative_tokens) == ("suffix,ngram", 8)
+        assert [member.num_speculative_tokens for member in config.proposers] == [8, 3]
+        assert read(json.dumps(self.BOTH)) == config
+
+    def test_the_rule_is_one_for_all(self) -> None:
+        config = read(list(self.BOTH))
+        assert config.acceptance.rejection_sample_method == "block"
+        assert read(config.plain()) == config
+        message = refusal([{"rejection_sample_method": "block"}, {"rejection_sample_method": "standard"}])
+        assert message == (
+            "speculative_config[1].rejection_sample_method: is one for all, and is given already (from argument)"
+        )
+
+    def test_refusals_name_the_member(self) -> None:
+        assert refusal([{}, {"match": "any"}]).startswith("speculative_config[1].match: must be one of first, last")
+        assert refusal([{"method": "sufix"}, {}]).startswith("speculative_config[0].method: must be one of")
+        assert "must be a mapping, a list of them or none, got []" in refusal([])
+        assert "must be one for each of num_speculative_tokens (8), got 3" in refusal(
+            [{"method": "suffix"}, synthetic(synthetic_acceptance_rates=[0.5, 0.5, 0.1])]
+        )
 
 
 class TestAcceptance:
