@@ -143,6 +143,7 @@ def _build_core(config: Config) -> Core:
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
+        stream_interval=config.server.stream_interval,
         warm_up=prepare,
         on_stop=lambda: None if compilation is None else compilation.cancel(),
         clock=time.monotonic,

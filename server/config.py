@@ -122,6 +122,12 @@ class ServerConfig(Section):
     max_message_bytes: ByteCount = Field(
         default=16 << 20, ge=1 << 16, le=(1 << 31) - 1, description="largest gRPC message taken or sent, such as 16MiB"
     )
+    stream_interval: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="tokens of a choice that gather before they are streamed; its first token goes at once",
+    )
     shutdown_timeout_seconds: float = Field(
         default=30.0, ge=0, description="how long live requests may finish after a signal to stop"
     )

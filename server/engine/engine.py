@@ -56,6 +56,7 @@ class NativeEngine:
         pipeline_depth: int,
         max_queued_requests: int,
         max_num_seqs: int,
+        stream_interval: int = 1,
         warm_up: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -63,6 +64,7 @@ class NativeEngine:
     ) -> None:
         """Args:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
+        stream_interval: tokens of a choice that gather before they are streamed; the first goes at once.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
         on_stop: called when the step thread is to end.
         make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
@@ -75,6 +77,7 @@ class NativeEngine:
         self._depth = pipeline_depth
         self._max_queued = max_queued_requests
         self._max_num_seqs = max_num_seqs
+        self._stream_interval = stream_interval
         self._warm_up = warm_up
         self._on_stop = on_stop
         self._clock = clock
@@ -140,7 +143,7 @@ class NativeEngine:
         if num_waiting >= self._max_queued:
             message = f"the queue is full: {num_waiting} requests wait, the limit is {self._max_queued}"
             raise Overloaded(message, retry_after_s=1.0)
-        live = self._live[request_id] = LiveRequest(request_id)
+        live = self._live[request_id] = LiveRequest(request_id, self._stream_interval)
         self._queued.add(request_id)
         if deadline_s is not None:
             delay_s = deadline_s - self._clock()

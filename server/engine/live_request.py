@@ -96,8 +96,8 @@ class LiveRequest:
         expiry: ends it at its deadline while it is not submitted; then the scheduler does.
     """
 
-    def __init__(self, request_id: str) -> None:
-        self.mailbox = Mailbox(request_id)
+    def __init__(self, request_id: str, stream_interval: int = 1) -> None:
+        self.mailbox = Mailbox(request_id, stream_interval)
         self.expiry: asyncio.TimerHandle | None = None
         self.is_started = False
         self.request: Request | None = None

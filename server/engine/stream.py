@@ -16,9 +16,13 @@ class Mailbox:
     putting something in never waits.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, interval: int = 1) -> None:
+        """Args: interval: tokens of a choice that gather before they can be read, but for the first and the last."""
         self.request_id = request_id
         self.finished: list[Finished] = []
+        self._interval = interval
+        self._num_gathered: dict[int, int] = {}
+        self._gathering: dict[int, list[Piece]] = {}
         self._first: deque[StreamEvent] = deque()
         self._unread: dict[int, list[Piece]] = {}
         self._finished: deque[Finished] = deque()
@@ -33,15 +37,14 @@ class Mailbox:
 
     def put_piece(self, index: int, piece: Piece) -> None:
         """More text and tokens of one choice."""
-        unread = self._unread.get(index)
-        if unread is None:
-            self._unread[index] = [piece]
-        else:
-            unread.append(piece)
+        if self._interval > 1 and self._gathers(index, piece):
+            return
+        self._hand_out(index, piece)
         self._wake()
 
     def put_finished(self, finished: Finished) -> None:
         """The end of one choice; goes after its deltas."""
+        self._hand_out_gathered(finished.index)
         self.finished.append(finished)
         self._finished.append(finished)
         self._wake()
@@ -51,6 +54,8 @@ class Mailbox:
         if not self._is_closed:
             self._is_closed = True
             self._error = error
+            for index in list(self._gathering):
+                self._hand_out_gathered(index)
             self._wake()
 
     def __aiter__(self) -> "Mailbox":
@@ -67,6 +72,28 @@ class Mailbox:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         return event
+
+    def _gathers(self, index: int, piece: Piece) -> bool:
+        """Keep a piece back until there are enough tokens. Returns: whether it was kept back."""
+        num_gathered = self._num_gathered.get(index, self._interval) + len(piece.token_ids)
+        if num_gathered < self._interval:
+            self._gathering.setdefault(index, []).append(piece)
+            self._num_gathered[index] = num_gathered
+            return True
+        self._hand_out_gathered(index)
+        self._num_gathered[index] = 0
+        return False
+
+    def _hand_out(self, index: int, piece: Piece) -> None:
+        unread = self._unread.get(index)
+        if unread is None:
+            self._unread[index] = [piece]
+        else:
+            unread.append(piece)
+
+    def _hand_out_gathered(self, index: int) -> None:
+        for piece in self._gathering.pop(index, ()):
+            self._hand_out(index, piece)
 
     def _wake(self) -> None:
         """Let the reader go on, once for all that comes until it does."""

@@ -101,3 +101,40 @@ async def test_a_reader_that_is_cancelled_loses_nothing() -> None:
         await waiting
     mailbox.put_piece(0, piece(1))
     assert await anext(aiter(mailbox)) == Delta(0, "<1>", (1,), (token_logprobs(1, 1),))
+
+
+async def test_an_interval_gathers_all_but_the_first_and_the_last_tokens() -> None:
+    mailbox = Mailbox("a", interval=4)
+    seen: list[tuple[int, ...]] = []
+
+    async def read() -> None:
+        async for event in mailbox:
+            seen.extend([event.token_ids] if isinstance(event, Delta) else [])
+
+    reading = asyncio.create_task(read())
+    for token_id in range(10):
+        mailbox.put_piece(0, piece(token_id))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert seen == [(0,), (1, 2, 3, 4), (5, 6, 7, 8)]
+    mailbox.put_finished(finished(0))
+    mailbox.close()
+    await reading
+    assert seen[3:] == [(9,)]
+
+
+async def test_an_interval_counts_tokens_and_keeps_choices_apart() -> None:
+    mailbox = Mailbox("a", interval=3)
+    for index in (0, 1):
+        mailbox.put_piece(index, piece(index))
+    mailbox.put_piece(0, piece(10, 11, 12, 13))
+    mailbox.put_piece(1, piece(20))
+    mailbox.put_finished(finished(0))
+    events = aiter(mailbox)
+    assert await anext(events) == Delta(0, *piece(0, 10, 11, 12, 13))
+    assert await anext(events) == finished(0)
+    assert await anext(events) == Delta(1, *piece(1))
+    mailbox.close(EngineDead("gone"))
+    assert await anext(events) == Delta(1, *piece(20))
+    with pytest.raises(EngineDead):
+        await anext(events)
