@@ -78,11 +78,26 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What speculation did for one choice."""
+    """What speculation did for one choice.
+
+    Attributes:
+        num_spec_steps: steps that verified draft tokens.
+        mean_acceptance_length: tokens that such a step yields; 0 if there was none.
+        draft_acceptance_rate: the share of draft tokens that were accepted; 0 if there was none.
+        acceptance_histogram: such steps by how many drafts they accepted: none, 1, 2, ...
+        proposed_per_step, accepted_per_step: of each such step, where `speculation_metrics` was "detailed".
+        is_synthetic: whether drafts were accepted at configured rates; then the output is not the model's.
+    """
 
     num_spec_steps: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    mean_acceptance_length: float = 0.0
+    draft_acceptance_rate: float = 0.0
+    acceptance_histogram: tuple[int, ...] = ()
+    proposed_per_step: tuple[int, ...] = ()
+    accepted_per_step: tuple[int, ...] = ()
+    is_synthetic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,5 +236,11 @@ def _finished(message: pb.Finished) -> Finished:
             message.speculation.num_spec_steps,
             message.speculation.num_draft_tokens,
             message.speculation.num_accepted_draft_tokens,
+            message.speculation.mean_acceptance_length,
+            message.speculation.draft_acceptance_rate,
+            tuple(message.speculation.acceptance_histogram),
+            tuple(message.speculation.proposed_per_step),
+            tuple(message.speculation.accepted_per_step),
+            message.speculation.is_synthetic,
         ),
     )

@@ -8,6 +8,11 @@ import grpc
 from clients.errors import FieldViolation, InvalidRequestError
 from protos.outrider.v1 import inference_pb2 as pb
 
+_METRICS: Mapping[str, pb.SpeculationMetrics] = {
+    "summary": pb.SPECULATION_METRICS_SUMMARY,
+    "detailed": pb.SPECULATION_METRICS_DETAILED,
+}
+
 Message = Mapping[str, str]
 """One message of a conversation: {"role": ..., "content": ...}."""
 
@@ -42,13 +47,15 @@ class GenerateOptions(SamplingOptions, total=False):
     """Everything of a generation but a text prompt.
 
     Exactly one prompt is given: the text, `token_ids`, or `messages`.
-    `speculation` False turns speculative decoding off; `num_speculative_tokens` bounds it.
+    `speculation` False turns speculative decoding off; `num_speculative_tokens` bounds it. `speculation_metrics`
+    is "summary" or "detailed": what the closing message says of it.
     """
 
     token_ids: Iterable[int] | None
     messages: Iterable[Message] | None
     speculation: bool | None
     num_speculative_tokens: int | None
+    speculation_metrics: str | None
     priority: int | None
     cache_salt: str | None
     request_id: str | None
@@ -74,6 +81,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     for option, name in (("speculation", "enabled"), ("num_speculative_tokens", "num_speculative_tokens")):
         if option in given:
             _assign(request.speculation, name, given.pop(option), f"speculation.{name}")
+    if "speculation_metrics" in given:
+        request.speculation.metrics = _metrics(given.pop("speculation_metrics"))
     for name, value in given.items():
         _set_sampling(request.sampling, name, value)
     return request
@@ -100,6 +109,12 @@ def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
         except (TypeError, ValueError) as error:
             raise _invalid(f"chat.messages[{i}]", str(error)) from error
     return chat
+
+
+def _metrics(name: object) -> pb.SpeculationMetrics:
+    if name not in _METRICS:
+        raise _invalid("speculation.metrics", f"must be one of {', '.join(_METRICS)}, got {name!r}")
+    return _METRICS[str(name)]
 
 
 def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:

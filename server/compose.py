@@ -286,6 +286,8 @@ def _model_info(
         num_kv_blocks=num_kv_blocks,
         speculative_method="none" if speculative is None else speculative.method,
         num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
+        rejection_sample_method=_acceptance(speculative).method.name.lower(),
+        speculation_metrics=config.observability.speculation_metrics,
         drafts_on_host=any(isinstance(proposer, HostProposer) for proposer in proposers),
         fingerprint=loaded.fingerprint,
     )

@@ -144,6 +144,11 @@ class ObservabilityConfig(Section):
         default=None, ge=0, le=65535, description="HTTP port of /metrics, /healthz and /readyz; 0 picks a free one"
     )
     metrics_host: str = Field(default="127.0.0.1", min_length=1, description="address of the metrics port")
+    speculation_metrics: Literal["summary", "detailed"] = Field(
+        default="summary",
+        description="how much the end of each answer says of speculation, unless the request says otherwise; "
+        "detailed adds every step",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
 
     @field_validator("otlp_endpoint")

@@ -101,7 +101,7 @@ class Preprocessor:
             sampling=self._fit(sampling, len(token_ids), _FIELDS[type(prompt)]),
             stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
             bad_words_token_ids=bad_words,
-            speculation=speculation,
+            speculation=self._resolved(speculation, sampling),
             priority=priority,
             cache_salt=cache_salt,
             arrival_s=arrival_s,
@@ -224,6 +224,17 @@ class Preprocessor:
                 FieldViolation(f"{field}[{i}]", f"must be below vocab_size ({size}), got {token_id}")
                 for i, token_id in outside[:MAX_VIOLATIONS]
             )
+        )
+
+    def _resolved(self, speculation: SpeculationOptions, sampling: SamplingParams) -> SpeculationOptions:
+        """With the server's defaults for what the request leaves open."""
+        info, wanted = self.model_info, speculation.num_speculative_tokens
+        is_judged = not sampling.is_greedy and sampling.seed is None
+        return SpeculationOptions(
+            enabled=speculation.enabled,
+            num_speculative_tokens=info.num_speculative_tokens if wanted is None else wanted,
+            metrics=speculation.metrics or info.speculation_metrics,
+            is_synthetic=is_judged and info.rejection_sample_method == "synthetic",
         )
 
     def _check_speculation(self, speculation: SpeculationOptions) -> None:

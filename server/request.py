@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from server.errors import FieldViolation, InvalidRequest
 
@@ -14,6 +15,7 @@ MAX_BAD_WORD_CHARS = 128
 """Every bad word is looked up at every position, in the step that all requests share."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+SpeculationMetrics = Literal["summary", "detailed"]
 GREEDY_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature loses them; such a request is greedy."""
 
@@ -116,11 +118,16 @@ class SamplingParams:
 class SpeculationOptions:
     """Speculation as one request wants it.
 
-    `num_speculative_tokens` None means the server's own count; it is never above that.
+    Attributes:
+        num_speculative_tokens: None means the server's own count; it is never above that.
+        metrics: how much is told of it in the end: summary or detailed; None means as the server is configured.
+        is_synthetic: whether drafts are accepted at configured rates; the front knows.
     """
 
     enabled: bool = True
     num_speculative_tokens: int | None = None
+    metrics: SpeculationMetrics | None = None
+    is_synthetic: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +167,8 @@ class ModelInfo:
         generation_defaults: SamplingParams fields from the model's generation_config.
         num_kv_blocks: usable blocks (the null block is not counted).
         drafts_on_host: whether drafts are made on the host, from settled tokens.
+        rejection_sample_method: which drafts of unseeded requests are accepted, see AcceptanceConfig.
+        speculation_metrics: for requests that do not say.
         fingerprint: digest of weights, KV geometry and dtype; root of all block hashes.
     """
 
@@ -178,4 +187,6 @@ class ModelInfo:
     speculative_method: str = "none"
     num_speculative_tokens: int = 0
     drafts_on_host: bool = False
+    rejection_sample_method: str = "standard"
+    speculation_metrics: SpeculationMetrics = "summary"
     fingerprint: bytes = b""

@@ -16,7 +16,7 @@ from server.commands.generation_flags import (
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 
-_ONE_TEXT = ("n", "logprobs", "prompt-logprobs")
+_ONE_TEXT = ("n", "logprobs", "prompt-logprobs", "speculation-metrics")
 """Flags left out: a conversation goes on with one answer, shown as text."""
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 

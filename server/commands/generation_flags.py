@@ -7,6 +7,7 @@ from typing import cast
 from clients.requests import GenerateOptions, SamplingOptions
 from server.commands.flag_types import bias, integer, list_of, number, seconds, target
 
+_REQUEST_OPTIONS = ("speculation", "num_speculative_tokens", "speculation_metrics", "priority", "cache_salt")
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 
@@ -60,13 +61,17 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
     request = parser.add_argument_group("request")
     request.add_argument("--speculation", action=argparse.BooleanOptionalAction, help="speculative decoding, if served")
     request.add_argument("--num-speculative-tokens", type=integer, metavar="K", help="most draft tokens per step")
+    if "speculation-metrics" not in leave_out:
+        request.add_argument(
+            "--speculation-metrics", choices=("summary", "detailed"), help="what the end says of it (with --json)"
+        )
     request.add_argument("--priority", type=integer, metavar="N", help="lower runs earlier under the priority policy")
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prefixes with the same salt only")
 
 
 def generation_options(args: argparse.Namespace) -> GenerateOptions:
     """What `add_generation_flags` parsed, as the clients take it."""
-    names = (*SamplingOptions.__annotations__, "speculation", "num_speculative_tokens", "priority", "cache_salt")
+    names = (*SamplingOptions.__annotations__, *_REQUEST_OPTIONS)
     options = {name: getattr(args, name, None) for name in names}
     if options["logit_bias"] is not None:
         options["logit_bias"] = dict(options["logit_bias"])

@@ -11,6 +11,7 @@ from server.engine.protocol import (
     Started,
     Timing,
 )
+from server.engine.speculation_log import SpeculationLog
 from server.engine.stream import Mailbox
 from server.errors import OutriderError
 from server.request import Request
@@ -29,9 +30,7 @@ class Choice:
         self._scheduled_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
-        self._num_spec_steps = 0
-        self._num_drafted = 0
-        self._num_accepted = 0
+        self._speculation = SpeculationLog(request.speculation)
 
     def take_in(self, output: SequenceOutput) -> tuple[FinishReason, int | str | None] | None:
         """Add an output's tokens, left to right. Returns: why the choice ends, with what matched, if it does."""
@@ -54,9 +53,8 @@ class Choice:
         if self._first_token_s is None:
             self._first_token_s = output.settled_s
         self._last_token_s = output.settled_s
-        self._num_spec_steps += output.num_drafted > 0
-        self._num_drafted += output.num_drafted
-        self._num_accepted += output.num_accepted
+        if output.num_drafted:
+            self._speculation.add(output.num_drafted, output.num_accepted)
 
     def finished(self, reason: FinishReason, stop_reason: int | str | None, now: float) -> Finished:
         """The closing event."""
@@ -68,7 +66,7 @@ class Choice:
             num_completion_tokens=self.text.num_tokens,
             num_cached_tokens=self._num_cached,
             timing=self._timing(now),
-            speculation=SpeculationStats(self._num_spec_steps, self._num_drafted, self._num_accepted),
+            speculation=self._speculation.stats(),
         )
 
     def _timing(self, now: float) -> Timing:

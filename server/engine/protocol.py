@@ -79,11 +79,32 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What speculation did for one choice."""
+    """What speculation did for one choice.
+
+    Attributes:
+        num_spec_steps: steps that verified drafts.
+        acceptance_histogram: those by how many they accepted, from 0 to the request's most; empty if it had none.
+        proposed_per_step, accepted_per_step: drafts of each such step, where the request wants to know.
+        is_synthetic: whether drafts were accepted at configured rates, whatever the model said.
+    """
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    acceptance_histogram: tuple[int, ...] = ()
+    proposed_per_step: tuple[int, ...] = ()
+    accepted_per_step: tuple[int, ...] = ()
+    is_synthetic: bool = False
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens that a step with drafts yields; 0 if there was none."""
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """The share of drafts that were accepted; 0 if there was none."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

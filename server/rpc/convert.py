@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from protos.outrider.v1 import inference_pb2 as pb
 from server.errors import FieldViolation, InvalidRequest
 from server.preprocess import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from server.request import SamplingParams, SpeculationOptions
+from server.request import SamplingParams, SpeculationMetrics, SpeculationOptions
 
 _OPTIONAL_SCALARS = (
     "temperature",
@@ -28,6 +28,11 @@ _OPTIONAL_SCALARS = (
     "prompt_logprobs",
     "skip_special_tokens",
 )
+_METRICS: Mapping[int, SpeculationMetrics | None] = {
+    pb.SPECULATION_METRICS_UNSPECIFIED: None,
+    pb.SPECULATION_METRICS_SUMMARY: "summary",
+    pb.SPECULATION_METRICS_DETAILED: "detailed",
+}
 _REPEATED = ("bad_words", "stop", "stop_token_ids")
 
 
@@ -64,8 +69,14 @@ def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float
 
 
 def speculation_from_proto(message: pb.SpeculationOptions) -> SpeculationOptions:
-    """Speculation as this request wants it; unset fields leave it to the server."""
+    """Speculation as this request wants it; unset fields leave it to the server.
+
+    Raises: InvalidRequest for metrics that this server does not know.
+    """
+    if message.metrics not in _METRICS:
+        raise InvalidRequest.of("speculation.metrics", f"must be SUMMARY (1) or DETAILED (2), got {message.metrics}")
     return SpeculationOptions(
         enabled=message.enabled if message.HasField("enabled") else True,
         num_speculative_tokens=message.num_speculative_tokens if message.HasField("num_speculative_tokens") else None,
+        metrics=_METRICS[message.metrics],
     )

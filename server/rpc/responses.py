@@ -84,6 +84,12 @@ def finished_to_proto(event: Finished) -> pb.GenerateResponse:
             num_spec_steps=event.speculation.num_spec_steps,
             num_draft_tokens=event.speculation.num_draft_tokens,
             num_accepted_draft_tokens=event.speculation.num_accepted_draft_tokens,
+            mean_acceptance_length=event.speculation.mean_acceptance_length,
+            draft_acceptance_rate=event.speculation.draft_acceptance_rate,
+            acceptance_histogram=event.speculation.acceptance_histogram,
+            proposed_per_step=event.speculation.proposed_per_step,
+            accepted_per_step=event.speculation.accepted_per_step,
+            is_synthetic=event.speculation.is_synthetic,
         ),
     )
     if isinstance(event.stop_reason, str):
@@ -110,6 +116,7 @@ def model_info_to_proto(info: ModelInfo, *, has_chat_template: bool, version: st
         block_size=info.block_size,
         num_kv_blocks=info.num_kv_blocks,
         version=version,
+        rejection_sample_method=info.rejection_sample_method,
     )
 
 

@@ -129,6 +129,7 @@ async def test_every_parameter_has_its_flag(outrider: Outrider, engine: Scripted
         "--json",
         "--no-speculation",
         "--num-speculative-tokens=2",
+        "--speculation-metrics=detailed",
         "--priority=-4",
         "--cache-salt=s",
         "--request-id=mine",
@@ -158,7 +159,7 @@ async def test_every_parameter_has_its_flag(outrider: Outrider, engine: Scripted
         prompt_logprobs=4,
         skip_special_tokens=False,
     )
-    assert request.speculation == SpeculationOptions(enabled=False, num_speculative_tokens=2)
+    assert request.speculation == SpeculationOptions(enabled=False, num_speculative_tokens=2, metrics="detailed")
     assert (request.priority, request.cache_salt, request.request_id) == (-4, "s", "mine")
 
 
@@ -173,7 +174,16 @@ async def test_json_prints_every_event(
         yield PromptLogprobs((position,))
         yield Delta(0, "é", (5,), (position,))
         yield Delta(0, "\n.", (6, 7), (position, position))
-        yield Finished(0, FinishReason.STOP, 7, 4, 3, 1, Timing(1, 2, 3, 4, 5), SpeculationStats(1, 5, 2))
+        yield Finished(
+            0,
+            FinishReason.STOP,
+            7,
+            4,
+            3,
+            1,
+            Timing(1, 2, 3, 4, 5),
+            SpeculationStats(1, 5, 2, (0, 0, 1, 0, 0, 0), (5,), (2,)),
+        )
 
     engine.script = script
     assert await outrider("generate", "hi", "--json", "--logprobs", "1", "--request-id", "r") == 0
@@ -200,7 +210,17 @@ async def test_json_prints_every_event(
                     "time_to_first_token_seconds": 4,
                     "total_seconds": 5,
                 },
-                "speculation": {"num_spec_steps": 1, "num_draft_tokens": 5, "num_accepted_draft_tokens": 2},
+                "speculation": {
+                    "num_spec_steps": 1,
+                    "num_draft_tokens": 5,
+                    "num_accepted_draft_tokens": 2,
+                    "mean_acceptance_length": 3,
+                    "draft_acceptance_rate": 0.4,
+                    "acceptance_histogram": [0, 0, 1, 0, 0, 0],
+                    "proposed_per_step": [5],
+                    "accepted_per_step": [2],
+                    "is_synthetic": False,
+                },
             }
         },
     ]

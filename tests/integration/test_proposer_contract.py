@@ -89,6 +89,8 @@ def test_tokens_are_those_without_speculation(
     assert sum(accepted) == sum(each.num_accepted_draft_tokens for each in stats)
     assert drafted[0] == sum(each.num_spec_steps for each in stats)
     assert all(a <= d for a, d in zip(accepted, drafted, strict=False))
+    for position, count in enumerate(accepted):
+        assert count == sum(sum(each.acceptance_histogram[position + 1 :]) for each in stats)
     for counts in (drafted, accepted):
         assert list(counts) == sorted(counts, reverse=True)
 

@@ -293,6 +293,7 @@ async def test_model_and_statistics_arrive(front: Front) -> None:
     info = await front.client.model_info()
     assert (info.served_model_name, info.vocab_size, info.max_model_len) == ("tiny", 512, 512)
     assert (list(info.eos_token_ids), info.has_chat_template, info.speculative_method) == ([2], True, "ngram")
+    assert info.rejection_sample_method == "standard"
     stats = await front.client.stats()
     assert (stats.num_running, stats.kv_blocks_total, list(stats.draft_tokens_per_position)) == (0, 64, [5, 4])
 

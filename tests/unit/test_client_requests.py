@@ -28,6 +28,7 @@ def test_options_become_fields() -> None:
             "seed": None,
             "speculation": False,
             "num_speculative_tokens": 0,
+            "speculation_metrics": "detailed",
             "priority": -1,
             "request_id": "",
         },
@@ -37,7 +38,9 @@ def test_options_become_fields() -> None:
         sampling=pb.SamplingParams(
             temperature=0.0, logit_bias={3: -1.5}, allowed_token_ids=pb.TokenIds(), stop=["one"], bad_words=["x", "y"]
         ),
-        speculation=pb.SpeculationOptions(enabled=False, num_speculative_tokens=0),
+        speculation=pb.SpeculationOptions(
+            enabled=False, num_speculative_tokens=0, metrics=pb.SPECULATION_METRICS_DETAILED
+        ),
         priority=-1,
         request_id="",
     )
@@ -62,6 +65,7 @@ def test_nothing_given_is_nothing_sent() -> None:
         ("text", {"stop_token_ids": [2**32]}, "sampling.stop_token_ids"),
         ("text", {"priority": 2**31}, "priority"),
         ("text", {"num_speculative_tokens": -1}, "speculation.num_speculative_tokens"),
+        ("text", {"speculation_metrics": "all"}, "speculation.metrics"),
     ],
 )
 def test_what_the_wire_cannot_carry_names_its_field(prompt: str | None, options: GenerateOptions, field: str) -> None:

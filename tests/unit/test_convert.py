@@ -158,3 +158,9 @@ def test_speculation_presence() -> None:
     assert speculation_from_proto(pb.SpeculationOptions(enabled=False, num_speculative_tokens=0)) == SpeculationOptions(
         enabled=False, num_speculative_tokens=0
     )
+    detailed = pb.SpeculationOptions(metrics=pb.SPECULATION_METRICS_DETAILED)
+    assert speculation_from_proto(detailed) == SpeculationOptions(metrics="detailed")
+    unknown = pb.SpeculationOptions()
+    unknown.MergeFromString(b"\x18\x07")  # field 3, of a newer client
+    with pytest.raises(InvalidRequest, match=r"speculation\.metrics: must be SUMMARY \(1\) or DETAILED \(2\), got 7"):
+        speculation_from_proto(unknown)

@@ -1,6 +1,7 @@
 """Prompts, limits and ids against the model, as every front checks them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,10 +155,28 @@ def test_drafts_are_bounded_by_the_server(preprocessor: Preprocessor, wanted: in
         return preprocessor.build(TokensPrompt([1]), TO_THE_END, request_id="r", speculation=speculation)
 
     if is_valid:
-        assert build_it().speculation == speculation
+        resolved = build_it().speculation
+        assert (resolved.enabled, resolved.num_speculative_tokens, resolved.metrics) == (True, wanted, "summary")
     else:
         with pytest.raises(InvalidRequest, match=r"speculation\.num_speculative_tokens: must be from 0 to .* 5"):
             build_it()
+
+
+@pytest.mark.parametrize("method", ["standard", "synthetic"])
+def test_what_is_left_open_is_as_the_server_is_configured(tokenizer: Tokenizer, method: str) -> None:
+    info = tiny_model_info(rejection_sample_method=method, speculation_metrics="detailed")
+    preprocessor = Preprocessor(tokenizer, info)
+
+    def build_it(sampling: SamplingParams, **options: Any) -> SpeculationOptions:
+        asked = SpeculationOptions(**options)
+        return preprocessor.build(TokensPrompt([1]), sampling, request_id="r", speculation=asked).speculation
+
+    is_synthetic = method == "synthetic"
+    unseeded = build_it(SamplingParams())
+    assert unseeded == SpeculationOptions(num_speculative_tokens=5, metrics="detailed", is_synthetic=is_synthetic)
+    assert build_it(SamplingParams(), metrics="summary").metrics == "summary"
+    assert not build_it(SamplingParams(seed=1)).is_synthetic
+    assert not build_it(SamplingParams(temperature=0)).is_synthetic
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 257])

@@ -1,0 +1,88 @@
+"""What a caller is told of speculation, from the worker to the client."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clients.outputs import SpeculationStats
+from tests.fakes.served_model import SETTINGS, served_model
+from tests.tiny_model import build_tiny_model
+
+K = 3
+PROMPT = [5, 6, 7] * 5
+OPTIONS: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_model(tmp_path_factory.mktemp("metrics"))
+
+
+def check_sums(stats: SpeculationStats, num_bins: int) -> None:
+    """The identities of a summary."""
+    assert len(stats.acceptance_histogram) == num_bins
+    assert sum(stats.acceptance_histogram) == stats.num_spec_steps > 0
+    accepted = sum(i * count for i, count in enumerate(stats.acceptance_histogram))
+    assert accepted == stats.num_accepted_draft_tokens <= stats.num_draft_tokens
+    assert stats.mean_acceptance_length == pytest.approx(1 + accepted / stats.num_spec_steps)
+    assert stats.draft_acceptance_rate == pytest.approx(accepted / stats.num_draft_tokens)
+
+
+async def test_each_choice_tells_of_its_own_and_the_server_of_all(folder: Path) -> None:
+    async with served_model(folder) as front:
+        output = await front.client.generate(**OPTIONS, n=3, temperature=0.5, speculation_metrics="detailed")
+        server = await front.client.stats()
+    stats = [choice.finished.speculation for choice in output.choices]
+    for each in stats:
+        check_sums(each, num_bins=K + 1)
+        assert len(each.proposed_per_step) == len(each.accepted_per_step) == each.num_spec_steps
+        assert sum(each.proposed_per_step) == each.num_draft_tokens
+        assert [each.accepted_per_step.count(i) for i in range(K + 1)] == list(each.acceptance_histogram)
+        assert not each.is_synthetic
+    assert sum(server.draft_tokens_per_position) == sum(each.num_draft_tokens for each in stats)
+    assert sum(server.accepted_tokens_per_position) == sum(each.num_accepted_draft_tokens for each in stats)
+
+
+@pytest.mark.parametrize("default", ["summary", "detailed"])
+async def test_the_server_s_default_holds_unless_the_request_says_otherwise(folder: Path, default: str) -> None:
+    async with served_model(folder, speculation_metrics=default) as front:
+        for asked in (None, "summary", "detailed"):
+            output = await front.client.generate(**OPTIONS, temperature=0, speculation_metrics=asked)
+            stats = output.choices[0].finished.speculation
+            check_sums(stats, num_bins=K + 1)
+            assert bool(stats.proposed_per_step) == ((asked or default) == "detailed")
+
+
+async def test_the_histogram_is_as_wide_as_the_request_s_drafts(folder: Path) -> None:
+    async with served_model(folder) as front:
+        one = await front.client.generate(**OPTIONS, temperature=0, num_speculative_tokens=1)
+        off = await front.client.generate(**OPTIONS, temperature=0, speculation=False)
+    check_sums(one.choices[0].finished.speculation, num_bins=2)
+    assert off.choices[0].finished.speculation == SpeculationStats(0, 0, 0)
+
+
+async def test_what_is_synthetic_is_marked(folder: Path) -> None:
+    config = {
+        **_ngram(),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0, 1.0, 0.0],
+    }
+    async with served_model(folder, speculative_config=config) as front:
+        made_up = await front.client.generate(**OPTIONS, temperature=1.0)
+        real = [
+            await front.client.generate(**OPTIONS, **choice)
+            for choice in ({"temperature": 0}, {"seed": 1}, {"temperature": 1.0, "speculation": False})
+        ]
+        assert (await front.client.model_info()).rejection_sample_method == "synthetic"
+    stats = made_up.choices[0].finished.speculation
+    check_sums(stats, num_bins=K + 1)
+    assert stats.is_synthetic
+    assert stats.acceptance_histogram[3] == 0
+    assert [output.choices[0].finished.speculation.is_synthetic for output in real] == [False] * 3
+
+
+def _ngram() -> dict[str, object]:
+    config = SETTINGS["speculative_config"]
+    assert isinstance(config, dict)
+    return config
