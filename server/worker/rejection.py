@@ -114,6 +114,7 @@ class RejectionRule:
 def _draw(weights: Tensor, key: Tensor, position: Tensor) -> Tensor:
     """One token for each row of [n, vocab] log weights."""
     if jit.is_available(weights.device):
-        ids: Tensor = gumbel_argmax(weights[:, None], key, position, torch.ones_like(weights[:, 0]), Stream.RESAMPLE)[0]
+        temperature = torch.ones(len(weights), device=weights.device)
+        ids: Tensor = gumbel_argmax(weights[:, None], key, position, temperature, Stream.RESAMPLE)[0]
         return ids[:, 0]
     return weights.add_(gumbel(key, position, Stream.RESAMPLE, weights.shape[1])).argmax(-1)

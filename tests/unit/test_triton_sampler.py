@@ -25,14 +25,17 @@ PARAMS = (
 )
 
 
+@pytest.mark.parametrize("params", [PARAMS, PARAMS[2:3]], ids=["many", "one"])
 @pytest.mark.parametrize("draws", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("method", Method)
-def test_tokens_and_counts_are_equal(kernel_device: str, method: Method, draws: bool) -> None:
+def test_tokens_and_counts_are_equal(
+    kernel_device: str, method: Method, draws: bool, params: tuple[SamplingParams, ...]
+) -> None:
     if method is Method.STANDARD and not draws:
         pytest.skip("there the kernels couple the draws, which is the same distribution but not the same tokens")
     starts = [
-        start(slot, [1, 2, 3 + slot], sampling=params, key=100 + slot, num_speculative_tokens=K)
-        for slot, params in enumerate(PARAMS)
+        start(slot, [1, 2, 3 + slot], sampling=each, key=100 + slot, num_speculative_tokens=K)
+        for slot, each in enumerate(params)
     ]
     batch = batch_of(starts, kernel_device, max_drafts=K)
     rows = [decode_row(slot, 3, K) for slot in range(len(starts))]
@@ -43,7 +46,7 @@ def test_tokens_and_counts_are_equal(kernel_device: str, method: Method, draws: 
     draft_logits = logits[:, :K] + torch.randn(len(starts), K, VOCAB, generator=generator, device=kernel_device)
     drafts = Drafts(
         draft_logits.argmax(-1),
-        torch.tensor([3, 3, 3, 2, 3, 0], device=kernel_device),
+        torch.tensor([3, 3, 3, 2, 3, 0][: len(starts)], device=kernel_device),
         draft_logits if draws else None,
     )
     rates = (0.9, 0.8, 0.7) if method is Method.SYNTHETIC else ()
@@ -58,7 +61,7 @@ def test_tokens_and_counts_are_equal(kernel_device: str, method: Method, draws: 
     assert found.num_accepted is not None
     assert expected.num_accepted is not None
     assert found.num_accepted.tolist() == expected.num_accepted.tolist()
-    assert found.num_accepted.sum() > 3
+    assert len(params) == 1 or found.num_accepted.sum() > 3
     for i, count in enumerate(found.num_accepted.tolist()):
         assert found.ids[i, : count + 1].tolist() == expected.ids[i, : count + 1].tolist()
 
