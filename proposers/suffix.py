@@ -44,7 +44,8 @@ class SuffixProposer(HostProposer):
 
     How far a draft goes follows from how sure it is: a long match allows more tokens, and it ends where the counts
     make what it has so far unlikely. Of this text and earlier outputs the one with more expected hits is taken.
-    A text costs about 420 bytes a token while its sequence runs; earlier outputs are bounded, see EarlierOutputs.
+    A text costs about 440 bytes a token until its slot is taken again; earlier outputs are bounded, see
+    EarlierOutputs.
     Source: Oliaro et al. 2024, arXiv:2411.04975.
     """
 
