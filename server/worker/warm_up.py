@@ -52,9 +52,9 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     block_size = runner.kv.shape[3]
     longest = min(runner.max_tokens, (runner.kv.shape[0] - 1) * block_size)
     lengths = [*(1 << i for i in range(8)), longest_chunk]
-    contexts = [1 << i for i in range(7, 13)]
+    contexts = [1 << i for i in range(7, longest.bit_length())]
     shapes = {(min(length, longest), min(bound, longest)) for length in lengths for bound in (length, longest)}
-    shapes |= {(1, min(context, longest)) for context in contexts}
+    shapes |= {(1, context) for context in contexts}
     everything = SamplingParams(
         temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1
     )
