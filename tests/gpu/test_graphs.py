@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from scipy import stats
 
 from server import compose
+from server.kernels.rejection import Method
 from server.request import Request, SamplingParams
 from server.worker.graphs import StepGraphs
 from tests.fakes.engine_under_test import engine_on, ngram
+from tests.fakes.scripted_host_proposer import ScriptedHostProposer
 from tests.fakes.scripted_proposer import ScriptedProposer
 from tests.fakes.stepping import Stepping
 from tests.gpu.test_step import DEVICE, MIXED, NUM_TOKENS, requests
@@ -67,14 +70,21 @@ def test_a_full_bucket_equals_an_eager_batch_to_the_bit(folder: Path, dtype: tor
     assert all(len(answer) == NUM_TOKENS for answer in answers[0])
 
 
-@pytest.mark.parametrize("k", [0, 3])
-def test_unseeded_tokens_have_the_same_distribution(folder: Path, k: int) -> None:
-    """Joint frequencies of a few tokens from many requests, eager against captured."""
+@pytest.mark.parametrize(("k", "method"), [(0, Method.STANDARD), (3, Method.STANDARD), (3, Method.BLOCK)])
+def test_unseeded_tokens_have_the_same_distribution(folder: Path, k: int, method: Method) -> None:
+    """Joint frequencies of a few tokens from many requests, eager and without drafts against captured."""
     sampling = SamplingParams(temperature=1.5, top_k=3, max_tokens=4, ignore_eos=True)
     prompt = (7, 8, 9, 7, 8, 9, 7, 8)
     counts: list[Counter[tuple[int, ...]]] = []
     for capture in ((), (32, 64)):
-        stepping = Stepping(folder, DEVICE, torch.float32, k=k, depth=1, capture=capture, max_num_seqs=64)
+        stepping = Stepping(
+            *(folder, DEVICE, torch.float32),
+            k=k if capture else 0,
+            method=method,
+            depth=1,
+            capture=capture,
+            max_num_seqs=64,
+        )
         made = [Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling) for i in range(1500)]
         counts.append(Counter(tuple(tokens) for tokens in stepping.generate(made)))
     common = [key for key, count in (counts[0] + counts[1]).items() if count >= 20]
@@ -113,6 +123,28 @@ def test_a_host_proposer_keeps_the_second_segment_eager(folder: Path) -> None:
     with engine_on(folder, "cuda", proposer=proposer, enforce_eager=False) as engine:
         assert engine.generate([prompt], GREEDY)[0].only.token_ids == expected
         assert sum(engine.statistics().accepted_tokens_per_position) > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_drafts_from_the_host_go_into_captured_steps(folder: Path, depth: int) -> None:
+    prompts = [[5, 6, 7, 8], [6, 7, 8, 9], [7, 8]]
+    with engine_on(folder, "cuda") as engine:
+        expected = [outcome.only.token_ids for outcome in engine.generate(prompts, GREEDY)]
+    proposer = ScriptedHostProposer(3, [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)])
+    settings: dict[str, Any] = {
+        "proposer": proposer,
+        "enforce_eager": False,
+        "pipeline_depth": depth,
+        "max_num_seqs": 4,
+    }
+    with (
+        patch.object(StepGraphs, "replay_second", autospec=True, side_effect=StepGraphs.replay_second) as replay,
+        engine_on(folder, "cuda", **settings) as engine,
+    ):
+        assert [outcome.only.token_ids for outcome in engine.generate(prompts, GREEDY)] == expected
+        statistics = engine.statistics()
+    assert replay.call_count > 5
+    assert statistics.accepted_tokens_per_position == statistics.draft_tokens_per_position
 
 
 @pytest.mark.parametrize("is_eager", [True, False])

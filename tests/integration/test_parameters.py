@@ -88,14 +88,28 @@ def expected(folder: Path, device_name: str) -> list[list[Answer]]:
         return [outcome.choices for outcome in engine.generate(prompts, params)]
 
 
-@pytest.mark.parametrize(("depth", "is_scripted"), [(0, True), (1, True), (1, False)])
+SUFFIX: dict[str, object] = {"method": "suffix", "num_speculative_tokens": K}
+CONFIGS: dict[str, Any] = {
+    "scripted": None,
+    "ngram": ngram(K),
+    "suffix": SUFFIX,
+    "ngram, suffix": [ngram(2), SUFFIX],
+    "block": ngram(K) | {"rejection_sample_method": "block"},
+}
+
+
+@pytest.mark.parametrize(
+    ("depth", "config"),
+    [(0, "scripted"), (1, "scripted"), (1, "ngram"), (0, "suffix"), (1, "suffix"), (1, "ngram, suffix"), (0, "block")],
+)
 def test_answers_equal_those_without_speculation(
-    folder: Path, expected: list[list[Answer]], device_name: str, depth: int, is_scripted: bool
+    folder: Path, expected: list[list[Answer]], device_name: str, depth: int, config: str
 ) -> None:
     prompts, params = requests()
     texts = [prompt + choice.token_ids for prompt, choices in zip(prompts, expected, strict=True) for choice in choices]
+    is_scripted = config == "scripted"
     proposer = ScriptedProposer(K, texts, error_rate=0.2) if is_scripted else None
-    settings: dict[str, Any] = {} if is_scripted else {"speculative_config": ngram(K)}
+    settings: dict[str, Any] = {} if is_scripted else {"speculative_config": CONFIGS[config]}
     with engine_on(folder, device_name, proposer=proposer, pipeline_depth=depth, **settings) as engine:
         outcomes = engine.generate(prompts, params, arrivals=random.Random(depth))
         statistics = engine.statistics()
