@@ -2,16 +2,23 @@
 
 import json
 from importlib.metadata import EntryPoint
-from unittest.mock import patch
+from pathlib import Path
 
 import pytest
 
-from proposers import registry
 from proposers.ngram import NgramConfig
-from proposers.registry import config_class, known_proposers
+from proposers.registry import GROUP, known_proposers
 from server.config import Config
 from server.errors import ConfigError
 from server.speculative_config import SpeculativeConfig
+
+OUT_OF_TREE = """
+from pydantic import Field
+from proposers.config import ProposerConfig
+
+class SilenceConfig(ProposerConfig):
+    length_s: float = Field(default=1.0, ge=0, description="how long it says nothing")
+"""
 
 
 def read(value: object) -> SpeculativeConfig:
@@ -87,17 +94,24 @@ class TestMethods:
         config = read({"method": "proposers.ngram:NgramConfig", "match": "last"})
         assert config.proposers == (NgramConfig(method="proposers.ngram:NgramConfig", match="last"),)
 
-    def test_other_distributions_bring_theirs(self) -> None:
-        point = EntryPoint("lookup", "proposers.ngram:NgramConfig", registry.GROUP)
-        assert known_proposers([point])["lookup"] == "proposers.ngram:NgramConfig"
-        with patch.object(registry, "entry_points", return_value=[point]):
-            assert config_class("lookup") is NgramConfig
-            assert "did you mean lookup?" in refusal({"method": "lookups"})
+    def test_other_distributions_bring_theirs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One is installed as pip would do it."""
+        (tmp_path / "out_of_tree.py").write_text(OUT_OF_TREE, encoding="utf-8")
+        info = tmp_path / "out_of_tree-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: out-of-tree\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(f"[{GROUP}]\nsilence = out_of_tree:SilenceConfig\n", encoding="utf-8")
+        monkeypatch.syspath_prepend(tmp_path)
+        config = read({"method": "silence", "num_speculative_tokens": 2, "length_s": 1.5})
+        assert config.plain() == {"method": "silence", "num_speculative_tokens": 2, "length_s": 1.5}
+        assert type(config.proposers[0]).__module__ == "out_of_tree"
+        assert refusal({"method": "silence", "length_s": -1}) == (
+            "speculative_config.length_s: must be a number >= 0, got -1 (from argument)"
+        )
+        assert "did you mean silence?" in refusal({"method": "silense"})
 
     def test_a_name_belongs_to_one(self) -> None:
-        ours, same = (
-            EntryPoint("ngram", value, registry.GROUP) for value in ("other:Config", "proposers.ngram:NgramConfig")
-        )
+        ours, same = (EntryPoint("ngram", value, GROUP) for value in ("other:Config", "proposers.ngram:NgramConfig"))
         with pytest.raises(ConfigError, match="two proposers are called ngram"):
             known_proposers([ours])
         assert known_proposers([same, same])["ngram"] == "proposers.ngram:NgramConfig"
