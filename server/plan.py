@@ -61,10 +61,15 @@ class PlanRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: first fill the started slots, then run the rows."""
+    """One step: first fill the started slots, then run the rows.
+
+    Attributes:
+        proposes: whether drafts are to be proposed for the step after it; it may be done where it costs nothing.
+    """
 
     starts: tuple[SequenceStart, ...]
     rows: tuple[PlanRow, ...]
+    proposes: bool = True
 
 
 class RowResult(NamedTuple):

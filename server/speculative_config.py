@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -77,11 +77,43 @@ class AcceptanceConfig(Section):
         return tuple(high ** (i + 1) for i in range(num_drafts))
 
 
+class PolicyConfig(Section):
+    """How many of the drafts are verified."""
+
+    policy: Literal["auto", "fixed"] = Field(
+        default="auto",
+        description="auto measures what drafts bring and cost, and verifies as many as pay, or none; fixed all",
+    )
+    num_speculative_tokens_per_batch_size: dict[int, int] | None = Field(
+        default=None, description="most drafts of a row by the least number of rows they hold for; instead of a policy"
+    )
+
+    @model_validator(mode="after")
+    def _is_a_schedule(self) -> "PolicyConfig":
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is None:
+            return self
+        if "policy" in self.model_fields_set:
+            raise ValueError("num_speculative_tokens_per_batch_size takes the place of policy: give one of the two")
+        if not schedule or any(rows < 1 or not 0 <= drafts <= 32 for rows, drafts in schedule.items()):
+            raise ValueError(
+                "num_speculative_tokens_per_batch_size must name at least one number of rows, from 1 on, "
+                f"and from 0 to 32 drafts for each, got {schedule}"
+            )
+        return self
+
+
+_SHARED = (AcceptanceConfig, PolicyConfig)
+"""Settings that are one for all proposers."""
+_Shared = TypeVar("_Shared", bound=Section)
+
+
 class SpeculativeConfig(Section):
     """Settings of speculation."""
 
     proposers: tuple[SerializeAsAny[ProposerConfig], ...]
     acceptance: AcceptanceConfig = AcceptanceConfig()
+    policy: PolicyConfig = PolicyConfig()
 
     @property
     def method(self) -> str:
@@ -96,7 +128,7 @@ class SpeculativeConfig(Section):
     def plain(self) -> object:
         """The settings as they may be given again."""
         first, *others = [proposer.model_dump() for proposer in self.proposers]
-        first |= self.acceptance.model_dump(exclude_defaults=True)
+        first |= self.acceptance.model_dump(exclude_defaults=True) | self.policy.model_dump(exclude_defaults=True)
         return [first, *others] if others else first
 
 
@@ -124,24 +156,30 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
 
 
 def _parse_members(members: list[Mapping[object, object]], source: str) -> SpeculativeConfig:
-    """Of each mapping the proposer; the rule of acceptance is one for all and may be in any of them."""
-    rules: dict[str, Given] = {}
+    """Of each mapping the proposer; what is one for all may be in any of them."""
+    shared: dict[str, Given] = {}
     proposers: list[ProposerConfig] = []
     for i, member in enumerate(members):
         prefix = f"{SPECULATIVE_CONFIG}." if len(members) == 1 else f"{SPECULATIVE_CONFIG}[{i}]."
         items = {str(name): item for name, item in member.items()}
-        for name in AcceptanceConfig.model_fields.keys() & items.keys():
-            if name in rules:
+        for name in _shared_names() & items.keys():
+            if name in shared:
                 raise ConfigError(f"{prefix}{name}: is one for all, and is given already (from {source})")
-            rules[name] = Given(items.pop(name), source)
+            shared[name] = Given(items.pop(name), source)
         proposers.append(_parse_proposer(items, source, prefix))
-    acceptance = build_section(AcceptanceConfig, rules, prefix=f"{SPECULATIVE_CONFIG}.")
-    config = SpeculativeConfig(proposers=tuple(proposers), acceptance=acceptance)
+    acceptance = _parse_shared(AcceptanceConfig, shared)
+    policy = _parse_shared(PolicyConfig, shared)
+    config = SpeculativeConfig(proposers=tuple(proposers), acceptance=acceptance, policy=policy)
     try:
         acceptance.check_width(config.num_speculative_tokens)
     except ValueError as error:
         raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {source})") from None
     return config
+
+
+def _parse_shared(section: type[_Shared], given: Mapping[str, Given]) -> _Shared:
+    own = {name: value for name, value in given.items() if name in section.model_fields}
+    return build_section(section, own, prefix=f"{SPECULATIVE_CONFIG}.")
 
 
 def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> ProposerConfig:
@@ -152,8 +190,12 @@ def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> Pr
         section = config_class(method)
     except ConfigError as error:
         raise ConfigError(f"{prefix}method: {error}, got {quoted(method)} (from {source})") from error
-    names = (*section.model_fields, *AcceptanceConfig.model_fields)
+    names = (*section.model_fields, *sorted(_shared_names()))
     if unknown := [name for name in items if name not in names]:
         raise ConfigError(f"{prefix}{unknown[0]}: no such setting{did_you_mean(unknown[0], names)} (from {source})")
     given = {name: Given(item, source) for name, item in {**items, "method": method}.items()}
     return build_section(section, given, prefix=prefix)
+
+
+def _shared_names() -> set[str]:
+    return {name for section in _SHARED for name in section.model_fields}

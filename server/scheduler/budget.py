@@ -24,23 +24,26 @@ class TokenBudget:
         spare = max(0, self._left - self._reserved)
         self._drafts_left = spare // 2 if has_prompts else spare
 
-    def offer(self, sequence: Sequence) -> InFlight | None:
-        """The row a running sequence may have; None if it has nothing to do or no tokens are left. Once for each."""
+    def offer(self, sequence: Sequence, num_allowed: int) -> InFlight | None:
+        """The row a running sequence may have; None if it has nothing to do or no tokens are left. Once for each.
+
+        Args: num_allowed: most drafts it may verify.
+        """
         num_pending = sequence.tokens_upper - sequence.computed_upper
         if num_pending != 1:
             return self.offer_prompt(num_pending)
         self._reserved -= 1
         if sequence.tokens_lower >= sequence.limit or self._left < 1:
             return None  # what is in flight ends it, or it must wait
-        if sequence.drafts_on_host and sequence.in_flight:
+        if num_allowed and sequence.drafts_on_host and sequence.in_flight:
             return None  # its drafts are made once that has settled
         # Drafts to verify: what the device is known to hold, or the most it can hold by then.
         held = sequence.num_speculative_tokens if sequence.in_flight else sequence.num_next_drafts
-        if not held:
+        if not num_allowed:
             return _ONE_TOKEN
         room = sequence.limit - sequence.tokens_upper - 1
-        num_drafts = min(held, room, self._drafts_left, self._left - 1 - self._reserved)
-        return InFlight(1 + num_drafts, num_drafts, is_sampling=True) if num_drafts > 0 else _ONE_TOKEN
+        num_drafts = max(0, min(held, num_allowed, room, self._drafts_left, self._left - 1 - self._reserved))
+        return InFlight(1 + num_drafts, num_drafts, True, num_allowed)
 
     def forgo(self, sequence: Sequence) -> None:
         """Give back what a running sequence is sure of, as it is about to be preempted; in place of an offer."""

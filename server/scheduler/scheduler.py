@@ -16,6 +16,8 @@ from server.scheduler.admission import Admission
 from server.scheduler.batch import RunningBatch
 from server.scheduler.budget import TokenBudget
 from server.scheduler.choices import ChoiceMaker
+from server.scheduler.draft_control import DraftControl
+from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
@@ -42,7 +44,9 @@ class Scheduler:
         *,
         enable_prefix_caching: bool,
         clock: Callable[[], float],
+        draft_policy: DraftPolicy | None = None,
     ) -> None:
+        """Args: draft_policy: as many drafts as the model's proposer makes, if None."""
         self._config = config
         self._pool = pool
         self._clock = clock
@@ -54,6 +58,7 @@ class Scheduler:
         self._admission = Admission(config, self._block_size, pool, self._waiting, self._batch, self.counters)
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
+        self._drafts = DraftControl(draft_policy or FixedPolicy(model_info.num_speculative_tokens))
         self._earliest_deadline_s = math.inf
         self._outputs: list[SequenceOutput] = []
         self.holds_admission = False
@@ -87,10 +92,11 @@ class Scheduler:
         starts: list[SequenceStart] = []
         budget = TokenBudget(self._config, self._batch.sequences, has_waiting=bool(self._waiting))
         is_short_of_blocks = False
+        self._drafts.begin(len(self._batch))
         for sequence in list(self._batch.sequences):
             if sequence.slot is None or sequence in held:
                 continue  # preempted or held back for one that goes before it
-            wanted = budget.offer(sequence)
+            wanted = budget.offer(sequence, self._drafts.allow(sequence))
             if wanted is None:
                 continue
             end = sequence.computed_upper + wanted.num_query
@@ -115,11 +121,13 @@ class Scheduler:
         if not rows:
             return None
         self.counters.num_steps += 1
-        return StepPlan(starts=tuple(starts), rows=tuple(rows))
+        is_decoding = all(row.is_sampling and row.num_query == 1 + row.num_drafts for row in rows)
+        proposes = self._drafts.launch(now, len(rows), is_decoding=is_decoding)
+        return StepPlan(tuple(starts), tuple(rows), proposes)
 
     def _launch_row(self, sequence: Sequence, wanted: InFlight, end: int, new_block_ids: list[int]) -> PlanRow:
         assert sequence.slot is not None
-        num_query, num_drafts, is_sampling = wanted
+        num_query, num_drafts, is_sampling, _ = wanted
         num_logprobs = None
         # The prompt's last position has the first output token as its target.
         if sequence.computed_upper < sequence.num_prompt - 1 and sequence.needs_prompt_logprobs:
@@ -157,7 +165,7 @@ class Scheduler:
         """As many of the drafts as free blocks have room for: nobody is preempted for a guess."""
         num_positions = (len(sequence.block_ids) + self._pool.num_free) * self._block_size - sequence.computed_upper
         num_unfit = min(wanted.num_drafts, max(0, wanted.num_query - num_positions))
-        return InFlight(wanted.num_query - num_unfit, wanted.num_drafts - num_unfit, wanted.is_sampling)
+        return wanted._replace(num_query=wanted.num_query - num_unfit, num_drafts=wanted.num_drafts - num_unfit)
 
     def _grow(self, sequence: Sequence, end: int, budget: TokenBudget, held: set[Sequence]) -> list[int] | None:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
@@ -208,6 +216,7 @@ class Scheduler:
                 sequence.settle_chunk(launched)
                 self._outputs.append(self._output(sequence, now))  # the caller learns that it was started
                 self._publish(sequence)
+        self._drafts.settle_step(now)
 
     def _settle_tokens(self, sequence: Sequence, launched: InFlight, row: RowResult, now: float) -> None:
         is_first = len(sequence.token_ids) == sequence.num_prompt
@@ -217,6 +226,7 @@ class Scheduler:
         if num_accepted > num_kept:
             num_accepted = num_kept
         sequence.settle_tokens(launched, num_accepted, token_ids)
+        self._drafts.settle_row(launched.num_allowed, num_accepted)
         sequence.num_next_drafts = row.num_next_drafts
         if sequence.num_computed // self._block_size > sequence.num_published:
             self._publish(sequence)

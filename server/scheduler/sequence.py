@@ -14,11 +14,12 @@ from server.request import Request
 
 
 class InFlight(NamedTuple):
-    """A row that was launched and has not settled; `num_query` counts its drafts."""
+    """A row that was launched and has not settled; `num_query` counts its drafts, of which it was allowed so many."""
 
     num_query: int
     num_drafts: int
     is_sampling: bool
+    num_allowed: int = 0
 
 
 def sampling_key(seed: int | None, choice: int) -> int:

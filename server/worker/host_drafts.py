@@ -67,15 +67,16 @@ class HostDrafting:
             except Exception as error:
                 self._note_failure(rank, member, slot, error)
 
-    def advance(self, rows: Sequence[PlanRow], result: StepResult) -> StepResult:
-        """Draft behind the tokens of a settled step.
+    def advance(self, rows: Sequence[PlanRow], result: StepResult, *, proposes: bool) -> StepResult:
+        """Draft behind the tokens of a settled step, or only take them in.
 
         Args: rows: those of the plan, in the result's order.
         Returns: the result, with at least as many next drafts as there are.
         """
-        return StepResult(tuple([self._advance_row(*pair) for pair in zip(rows, result.rows, strict=True)]))
+        pairs = zip(rows, result.rows, strict=True)
+        return StepResult(tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs]))
 
-    def _advance_row(self, row: PlanRow, result: RowResult) -> RowResult:
+    def _advance_row(self, row: PlanRow, result: RowResult, *, proposes: bool) -> RowResult:
         slot = row.slot
         max_drafts = self._max_drafts[slot]
         if max_drafts == 0 or not result.token_ids:
@@ -86,7 +87,7 @@ class HostDrafting:
                 continue
             try:
                 member.extend(slot, result.token_ids)
-                if not drafts:
+                if proposes and not drafts:
                     drafts = self._usable(member, member.propose(slot, max_drafts), max_drafts)
                     self._drafts[slot] = _Draft(drafts, rank)
             except Exception as error:

@@ -54,11 +54,15 @@ class StepHandle:
 
     Attributes:
         rows: the plan's rows in the order of the result's.
+        proposes: whether the plan wanted drafts for the step after it.
     """
 
-    def __init__(self, inputs: StepInputs, outputs: StepOutputs, flight: Flight, transfer: Transfer) -> None:
+    def __init__(
+        self, inputs: StepInputs, outputs: StepOutputs, flight: Flight, transfer: Transfer, *, proposes: bool
+    ) -> None:
         """Begin to bring the outputs to the host."""
         self.flight = flight
+        self.proposes = proposes
         self.rows = inputs.rows
         self._inputs = inputs
         self._failures = outputs.failures

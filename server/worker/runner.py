@@ -115,7 +115,7 @@ class Runner:
                 self._host_drafting.start(start)
         flight = self._flights.begin()
         standing = self._lay_out(plan, flight)
-        inputs = standing.inputs
+        inputs = standing.inputs if plan.proposes else standing.inputs.without_drafting()
         changes = self.batch.stage(plan.starts, plan.rows, flight)
         drafts = None if self._host_drafting is None else self._host_drafting.stage(plan.rows, flight)
         self._standing = None
@@ -125,7 +125,7 @@ class Runner:
         if self._host_drafting is not None and drafts is not None:
             self._host_drafting.apply(drafts)
         outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
-        return StepHandle(inputs, outputs, flight, self._transfer)
+        return StepHandle(inputs, outputs, flight, self._transfer, proposes=plan.proposes)
 
     def _lay_out(self, plan: StepPlan, flight: Flight) -> _Layout:
         """The layout of a plan; the last step's, which the device still has, if it decodes the same rows again."""
@@ -181,7 +181,9 @@ class Runner:
         """Wait for a launched step."""
         result = handle.settle()
         self._flights.give_back(handle.flight)
-        return result if self._host_drafting is None else self._host_drafting.advance(handle.rows, result)
+        if self._host_drafting is None:
+            return result
+        return self._host_drafting.advance(handle.rows, result, proposes=handle.proposes)
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: Tensor) -> dict[int, LogprobTensors]:
         """Log probabilities of the prompt tokens that follow each computed one."""

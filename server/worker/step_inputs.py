@@ -1,7 +1,7 @@
 """A step as tensors: which token of which row is where, and what is to be done with whose logits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -90,3 +90,10 @@ class StepInputs:
     known_row: Tensor | None
     chunk: Tensor | None
     sampling: SamplingRows | None
+
+    def without_drafting(self) -> "StepInputs":
+        """The same for a step whose rows get no new drafts; captured steps draft whatever is asked, at no cost."""
+        sampling = self.sampling
+        if sampling is None or sampling.is_captured or not sampling.is_drafting:
+            return self
+        return replace(self, sampling=replace(sampling, is_drafting=False))

@@ -8,6 +8,7 @@ from server.config import SchedulerConfig
 from server.kv.block_pool import BlockPool
 from server.plan import StepPlan
 from server.request import ModelInfo, Request, SamplingParams
+from server.scheduler.draft_policy import DraftPolicy
 from server.scheduler.outputs import SequenceOutput
 from server.scheduler.scheduler import Scheduler
 from tests.fakes.executor import VOCAB_SIZE, FakeExecutor
@@ -108,6 +109,7 @@ def make_core(
     enable_prefix_caching: bool = True,
     seed: int = 0,
     accuracy: float = 0.7,
+    draft_policy: DraftPolicy | None = None,
     **config: Any,
 ) -> Core:
     """A scheduler with its executor; `config` are SchedulerConfig fields."""
@@ -121,6 +123,7 @@ def make_core(
         pool,
         enable_prefix_caching=enable_prefix_caching,
         clock=clock,
+        draft_policy=draft_policy,
     )
     executor = FakeExecutor(
         random.Random(seed),

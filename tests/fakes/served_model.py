@@ -15,6 +15,7 @@ SETTINGS: dict[str, object] = {
     "compile": "none",
     "speculative_config": {
         "method": "ngram",
+        "policy": "fixed",
         "num_speculative_tokens": 3,
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,

@@ -23,7 +23,13 @@ BLOCK_NBYTES = BLOCK_SIZE * 2 * 2 * 32 * 4
 """Of the tiny model in float32: 2 layers, 2 KV heads, K and V of 16 each."""
 
 SLOW = "a slow text: "
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+    "policy": "fixed",
+}
 
 
 class SlowTokenizer:

@@ -26,7 +26,7 @@ def bench(*arguments: str) -> int:
 
 def test_each_batch_size_is_a_row(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "report.json"
-    speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "policy": "fixed"}'
     code = bench(
         *(model, "--batch-sizes", "1,3", "--dtype", "float32", "--speculative-config", speculation),
         *("--output", str(output)),

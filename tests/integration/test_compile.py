@@ -80,7 +80,13 @@ def test_compiled_layers_answer_as_the_models_own(folder: Path, dtype: str, capl
     else:
         num_equal = sum(a == b for x, y in zip(alone, expected, strict=True) for a, b in zip(x, y, strict=True))
         assert num_equal > 0.5 * 24 * len(PROMPTS)  # rounded less often than by the model's own code
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+        "policy": "fixed",
+    }
     with _llm(folder, dtype, "wait", speculative_config=drafts, max_num_batched_tokens=64) as llm:
         assert _ids(llm, PROMPTS) == alone
 
@@ -170,7 +176,13 @@ def test_the_default_model_in_bfloat16_has_one_answer(caplog: pytest.LogCaptureF
     with LLM(str(folder), **settings) as llm:
         assert RUNS_COMPILED in caplog.text
         expected = [llm.generate(*one)[0].outputs[0].token_ids for one in zip(prompts, params, strict=True)]
-    drafts = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+        "policy": "fixed",
+    }
     with LLM(str(folder), **settings, speculative_config=drafts, max_num_seqs=16, max_num_batched_tokens=64) as llm:
         for _ in range(2):
             outputs = [output.outputs[0] for output in llm.generate(prompts, params)]

@@ -120,7 +120,13 @@ def test_speculation_may_be_turned_off(folder: str, device_name: str) -> None:
     settings = {"device": device_name, "dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "compile": "none"}
     prompt = {"prompt_token_ids": [81, 82] * 20}
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 2,
+        "prompt_lookup_min": 1,
+        "policy": "fixed",
+    }
     with LLM(model=folder, speculative_config=ngram, **settings) as llm:
         drafting = llm.generate(prompt, greedy)[0].outputs[0]
         off = llm.generate(prompt, greedy, speculation=SpeculationOptions(enabled=False))[0].outputs[0]

@@ -62,7 +62,7 @@ def test_bench_prometheus_and_spans_agree_on_a_real_server(tmp_path: Path) -> No
     dataset.write_text("".join(f"the dog {number} and then the dog jumps\n" for number in range(NUM_PROMPTS)))
     with running_receiver() as receiver:
         flags = ("--metrics-port", str(port), "--otlp-endpoint", receiver.endpoint)
-        speculation = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+        speculation = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "policy": "fixed"}'
         with serving(tmp_path, *flags, "--speculative-config", speculation) as target:
             arguments = ["--target", target, "--dataset", str(dataset), "--output", str(output), "--ignore-eos"]
             counts = ["--num-prompts", str(NUM_PROMPTS), "--random-output-len", str(OUTPUT_LEN), "--num-warmups", "0"]

@@ -10,6 +10,8 @@ from server.scheduler.budget import TokenBudget
 from server.scheduler.sequence import InFlight, Sequence
 from tests.fakes.core import make_request
 
+MOST = 5
+
 
 def sequence(
     seq_id: int, *, num_prompt: int = 10, num_computed: int = 0, max_tokens: int = 20, **state: Any
@@ -22,7 +24,7 @@ def sequence(
         choice=0,
         order=(0.0, seq_id),
         hashes=BlockHashes(b"", 4),
-        num_speculative_tokens=5,
+        num_speculative_tokens=MOST,
         key=0,
         token_ids=list(request.prompt_token_ids),
         num_computed=num_computed,
@@ -44,7 +46,7 @@ def budget(running: list[Sequence], *, has_waiting: bool = False, **config: Any)
 def spend(tokens: TokenBudget, sequences: list[Sequence]) -> list[tuple[int, int, bool] | None]:
     rows: list[tuple[int, int, bool] | None] = []
     for one in sequences:
-        row = tokens.offer(one)
+        row = tokens.offer(one, MOST)
         if row is not None:
             tokens.take(row)
         rows.append(None if row is None else (row.num_query, row.num_drafts, row.is_sampling))
@@ -100,7 +102,7 @@ def test_in_flight_the_device_may_hold_as_many_drafts_as_it_can() -> None:
 def test_nothing_is_offered_behind_the_row_that_ends_it() -> None:
     one = decoding(0, max_tokens=1)
     one.launch(InFlight(num_query=1, num_drafts=0, is_sampling=True))
-    assert budget([one]).offer(one) is None
+    assert budget([one]).offer(one, MOST) is None
 
 
 def test_chunks_in_flight_count_as_computed() -> None:

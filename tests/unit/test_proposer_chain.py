@@ -95,7 +95,7 @@ def test_drafts_from_the_host_go_behind_those_of_whoever_ranks_before(device_nam
     batch.draft_rank[2] = 3
     rows = [decode_row(slot, 2, 0) for slot in range(3)]
     settled = StepResult(tuple(RowResult(slot, 0, (8,), num_next_drafts=(0, 1, 1)[slot]) for slot in range(3)))
-    assert [row.num_next_drafts for row in drafting.advance(rows, settled).rows] == [2, 2, 2]
+    assert [row.num_next_drafts for row in drafting.advance(rows, settled, proposes=True).rows] == [2, 2, 2]
     flight = flight_on(device_name)
     staged = drafting.stage(rows, flight)
     assert staged is not None
@@ -115,7 +115,7 @@ def test_of_several_on_the_host_the_first_with_drafts_is_taken_and_all_learn() -
         drafting.start(each)
     rows = [decode_row(slot, 2, 0) for slot in range(2)]
     settled = StepResult(tuple(RowResult(slot, 0, (8,)) for slot in range(2)))
-    assert [row.num_next_drafts for row in drafting.advance(rows, settled).rows] == [1, 1]
+    assert [row.num_next_drafts for row in drafting.advance(rows, settled, proposes=True).rows] == [1, 1]
     flight = flight_on("cpu")
     staged = drafting.stage(rows, flight)
     assert staged is not None

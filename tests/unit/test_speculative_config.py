@@ -1,6 +1,7 @@
 """The one setting whose keys depend on what it names."""
 
 import json
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -213,3 +214,27 @@ class TestAcceptance:
 
 def synthetic(**values: object) -> dict[str, object]:
     return {"rejection_sample_method": "synthetic", **values}
+
+
+def test_the_policy_is_one_for_all() -> None:
+    config = read([{"method": "suffix"}, {"method": "ngram", "policy": "fixed"}])
+    assert config.policy.policy == "fixed"
+    assert read(config.plain()) == config
+    schedule = read({"num_speculative_tokens_per_batch_size": {"8": 3, "32": 0}})
+    assert schedule.policy.num_speculative_tokens_per_batch_size == {8: 3, 32: 0}
+    assert read(schedule.plain()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policy": "never"}, r"speculative_config.policy: must be one of auto, fixed, got 'never'"),
+        ([{"policy": "auto"}, {"policy": "fixed"}], r"speculative_config\[1\].policy: is one for all"),
+        ({"num_speculative_tokens_per_batch_size": {}}, "at least one number of rows"),
+        ({"num_speculative_tokens_per_batch_size": {0: 1}}, "from 1 on"),
+        ({"num_speculative_tokens_per_batch_size": {4: 33}}, "from 0 to 32 drafts"),
+        ({"num_speculative_tokens_per_batch_size": {4: 2}, "policy": "auto"}, "give one of the two"),
+    ],
+)
+def test_a_policy_that_is_none(given: object, message: str) -> None:
+    assert re.search(message, refusal(given))

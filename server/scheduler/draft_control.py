@@ -1,0 +1,60 @@
+"""Asks the draft policy for each step, and tells it what came of the step."""
+
+from collections import deque
+from typing import NamedTuple
+
+from server.scheduler.draft_policy import Allowance, DraftPolicy
+from server.scheduler.sequence import Sequence
+
+
+class _Step(NamedTuple):
+    """A step that was launched and has not settled."""
+
+    launched_s: float
+    allowance: Allowance
+    num_rows: int
+    is_decoding: bool
+
+
+class DraftControl:
+    """Owned by the scheduler, which calls it for each step and row."""
+
+    def __init__(self, policy: DraftPolicy) -> None:
+        self._policy = policy
+        self._allowance = Allowance(0, 0)
+        self._num_rows = 0
+        self._num_asked = 0
+        self._num_proposed = 0
+        self._steps: deque[_Step] = deque()
+        self._last_settled_s = 0.0
+
+    def begin(self, num_rows: int) -> None:
+        """A step is planned for about so many running sequences."""
+        self._num_rows = max(1, num_rows)
+        self._num_asked = 0
+        self._allowance = self._policy.allow(self._num_rows)
+
+    def allow(self, sequence: Sequence) -> int:
+        """Most drafts of the next of these sequences: what the policy allows, of what was to be proposed for it."""
+        index, self._num_asked = self._num_asked, self._num_asked + 1
+        allowed = self._allowance.of_row(index, self._num_rows)
+        return min(allowed, self._num_proposed, sequence.num_speculative_tokens)
+
+    def launch(self, now_s: float, num_rows: int, *, is_decoding: bool) -> bool:
+        """The step is launched. Returns: whether drafts are to be proposed for the one after it."""
+        self._steps.append(_Step(now_s, self._allowance, num_rows, is_decoding))
+        self._num_proposed = self._allowance.next_drafts
+        return self._num_proposed > 0
+
+    def settle_row(self, num_allowed: int, num_accepted: int) -> None:
+        """A row of the oldest step has settled."""
+        if num_allowed:
+            self._policy.settle_row(self._steps[0].allowance, num_allowed, num_accepted)
+
+    def settle_step(self, now_s: float) -> None:
+        """The oldest step has settled, after its rows."""
+        step = self._steps.popleft()
+        duration_s = now_s - max(step.launched_s, self._last_settled_s)
+        self._last_settled_s = now_s
+        if step.is_decoding and duration_s > 0:
+            self._policy.settle_step(step.allowance, step.num_rows, duration_s)

@@ -1,0 +1,150 @@
+"""The policy on simulated devices and proposers: never slower than off, and close to the best fixed number."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from server.scheduler.draft_policy import CANDIDATES, Allowance, AutoPolicy, DraftPolicy, FixedPolicy
+
+K = 8
+WARM_UP = 50
+STEPS = 400
+
+
+@dataclass(frozen=True)
+class World:
+    """A device and a workload.
+
+    Attributes:
+        acceptance: chance that a draft is kept if those before it were.
+        availability: share of rows for which drafts are found.
+        verify_s: what a token of a row adds to a step, beside 1 for the step.
+        propose_s: what proposing one draft for each row takes, for a few rows.
+    """
+
+    acceptance: float
+    verify_s: float
+    propose_s: float = 0.0
+    availability: float = 1.0
+
+    def duration_s(self, num_rows: int, num_drafts: int, next_drafts: int) -> float:
+        return 1.0 + self.verify_s * (num_rows + num_drafts) + self.propose_s * next_drafts * (1 + num_rows / 16)
+
+
+CPU_ALONE = World(0.7, 0.01)
+CPU_BATCH = World(0.7, 0.06)
+WORLDS = {
+    "free drafts that are right": World(0.95, 0.0),
+    "a cheap n-gram that is right": World(0.8, 0.02, availability=0.5),
+    "a draft model that is right": World(0.8, 0.02, 0.05),
+    "one that is seldom right": World(0.2, 0.03, 0.03),
+    "random drafts, cheap": World(0.0, 0.01),
+    "random drafts, expensive": World(0.0, 0.05, 0.1),
+    "a large batch": CPU_BATCH,
+}
+
+
+def run(
+    policy: DraftPolicy,
+    world: Callable[[int], World],
+    num_rows: Callable[[int], int],
+    steps: int = STEPS,
+    *,
+    seed: int = 1,
+    noise: float = 0.1,
+) -> list[tuple[int, float]]:
+    """Tokens and seconds of each step."""
+    rng = random.Random(seed)
+    results: list[tuple[int, float]] = []
+    proposed = Allowance(0, 0)
+    for step in range(steps):
+        rows, now = num_rows(step), world(step)
+        allowance = policy.allow(rows)
+        tokens = num_drafts = 0
+        for row in range(rows):
+            allowed = min(allowance.of_row(row, rows), proposed.next_drafts)
+            found = allowed if rng.random() < now.availability else 0
+            kept = 0
+            while kept < found and rng.random() < now.acceptance:
+                kept += 1
+            policy.settle_row(allowance, allowed, kept)
+            tokens += 1 + kept
+            num_drafts += found
+        duration_s = now.duration_s(rows, num_drafts, allowance.next_drafts) * rng.uniform(1 - noise, 1 + noise)
+        policy.settle_step(allowance, rows, duration_s)
+        results.append((tokens, duration_s))
+        proposed = allowance
+    return results
+
+
+def rate(results: list[tuple[int, float]], first: int = 0, end: int | None = None) -> float:
+    """Tokens per second."""
+    part = results[first:end]
+    return sum(tokens for tokens, _ in part) / sum(duration_s for _, duration_s in part)
+
+
+def best_fixed(world: Callable[[int], World], num_rows: Callable[[int], int], first: int, end: int | None) -> float:
+    candidates = [number for number in CANDIDATES if number <= K]
+    return max(rate(run(FixedPolicy(number), world, num_rows), first, end) for number in candidates)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64])
+@pytest.mark.parametrize("name", WORLDS)
+def test_close_to_the_best_fixed_number(name: str, num_rows: int) -> None:
+    def world(_: int) -> World:
+        return WORLDS[name]
+
+    def rows(_: int) -> int:
+        return num_rows
+
+    found = [run(AutoPolicy(K), world, rows, seed=seed) for seed in range(3)]
+    mean = sum(rate(results, WARM_UP) for results in found) / len(found)
+    assert mean >= 0.95 * best_fixed(world, rows, WARM_UP, None)
+    assert mean >= 0.98 * rate(run(FixedPolicy(0), world, rows), WARM_UP)
+
+
+def test_a_change_of_workload_is_noticed() -> None:
+    def world(step: int) -> World:
+        return World(0.0, 0.05) if 150 <= step < 300 else World(0.9, 0.02)
+
+    results = run(AutoPolicy(K), world, lambda _: 8, 450)
+    for first, end in ((50, 150), (200, 300), (350, 450)):
+        part = rate(results, first, end)
+        fixed = [
+            rate(run(FixedPolicy(number), world, lambda _: 8, 450), first, end) for number in CANDIDATES if number <= K
+        ]
+        assert part >= 0.95 * max(fixed)
+
+
+def test_a_change_of_load_is_noticed() -> None:
+    def rows(step: int) -> int:
+        return 32 if 150 <= step < 300 else 1
+
+    def world(step: int) -> World:
+        return CPU_BATCH if rows(step) > 1 else CPU_ALONE
+
+    results = run(AutoPolicy(K), world, rows, 450)
+    for first, end in ((50, 150), (200, 300), (320, 450)):
+        fixed = [rate(run(FixedPolicy(number), world, rows, 450), first, end) for number in CANDIDATES if number <= K]
+        assert rate(results, first, end) >= 0.95 * max(fixed)
+
+
+def test_a_pause_of_the_machine_is_not_held_against_anybody() -> None:
+    policy = AutoPolicy(K)
+    good = World(0.9, 0.01)
+    run(policy, lambda _: good, lambda _: 4, 100)
+    policy.settle_step(Allowance(K, K), 4, 1000.0)
+    assert rate(run(policy, lambda _: good, lambda _: 4, 60)) >= 0.95 * best_fixed(lambda _: good, lambda _: 4, 0, 60)
+
+
+def test_a_probe_takes_few_rows_by_turns() -> None:
+    allowance = Allowance(0, 0, probed_drafts=1, num_probed=2, first_probed=7)
+    assert [allowance.of_row(i, 8) for i in range(8)] == [1, 0, 0, 0, 0, 0, 0, 1]
+    assert [Allowance(3, 3).of_row(i, 4) for i in range(4)] == [3] * 4
+
+
+def test_a_schedule_by_batch_size() -> None:
+    policy = FixedPolicy(5, {8: 3, 32: 0})
+    assert [policy.allow(rows).max_drafts for rows in (1, 7, 8, 31, 32, 64)] == [5, 5, 3, 3, 0, 0]
