@@ -51,7 +51,7 @@ class ModelConfig(Section):
     compile: Literal["auto", "wait", "none"] = Field(
         default="auto",
         description="when to compile the decoder layers: wait, before serving; auto, on the CPU aside while serving "
-        "starts, else before it; none",
+        "starts, on CUDA not; none",
     )
     batch_invariant: bool = Field(
         default=False,

@@ -79,8 +79,10 @@ class Stopwatch:
         return f"{self.quantile(50, *names):5.0f} ({self.quantile(25, *names):.0f})"
 
 
-def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams, num_steps: int) -> None:
-    """Print the times of a batch size."""
+def measure(
+    stepping: Stepping, batch: int, context: int, params: SamplingParams, num_steps: int, *, is_profiled: bool
+) -> None:
+    """Print the times of a batch size, and the kernels of its step if asked for."""
     prompt = [(7 * i) % 1000 + 3 for i in range(context)]
     for i in range(batch):
         stepping.scheduler.add(Request(request_id=f"{batch}-{i}", prompt_token_ids=(i + 3, *prompt), sampling=params))
@@ -112,6 +114,8 @@ def measure(stepping: Stepping, batch: int, context: int, params: SamplingParams
         f"scheduler {watch.both('schedule', 'update')} us{segments(stepping, batch)}",
         flush=True,
     )
+    if is_profiled:  # while the step's layout is on the device
+        print_kernels(stepping, batch)
     for i in range(batch):
         stepping.scheduler.abort(f"{batch}-{i}")
     while stepping.scheduler.has_requests:
@@ -201,9 +205,8 @@ def main() -> None:
                 flush=True,
             )
         for batch in batches:
-            measure(stepping, batch, args.context, params, args.steps)
-        if args.profile and not args.eager:
-            print_kernels(stepping, batches[0])
+            is_profiled = args.profile and not args.eager and batch == batches[0]
+            measure(stepping, batch, args.context, params, args.steps, is_profiled=is_profiled)
 
 
 if __name__ == "__main__":
