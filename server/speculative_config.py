@@ -36,7 +36,10 @@ class AcceptanceConfig(Section):
     def _fits_the_method(self) -> "AcceptanceConfig":
         given = [name for name in SYNTHETIC_FIELDS if getattr(self, name) is not None]
         if self.rejection_sample_method == "synthetic" and len(given) != 1:
-            raise ValueError(f"rejection_sample_method synthetic needs one of {' and '.join(SYNTHETIC_FIELDS)}")
+            count = "both" if given else "neither"
+            raise ValueError(
+                f"rejection_sample_method synthetic needs one of {' and '.join(SYNTHETIC_FIELDS)}, got {count}"
+            )
         if self.rejection_sample_method != "synthetic" and given:
             raise ValueError(f"{given[0]} needs rejection_sample_method synthetic")
         rates = self.synthetic_acceptance_rates or ()
@@ -53,8 +56,8 @@ class AcceptanceConfig(Section):
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if rates is not None and len(rates) != num_drafts:
             raise ValueError(
-                f"synthetic_acceptance_rates must be one for each of num_speculative_tokens ({num_drafts}), "
-                f"got {len(rates)}"
+                f"synthetic_acceptance_rates must be one for each of num_speculative_tokens ({num_drafts}, the "
+                f"largest), got {len(rates)}"
             )
         if length is not None and not 1 <= length <= num_drafts + 1:
             raise ValueError(
@@ -149,9 +152,14 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
     if isinstance(value, SpeculativeConfig):
         return value
     members: list[object] = list(value) if isinstance(value, list | tuple) else [value]
-    if not members or not all(isinstance(member, Mapping) for member in members):
-        problem = f"must be a mapping, a list of them or none, got {quoted(given.value)}"
+    problem = f"must be a mapping, a list of them or none, got {quoted(given.value)}"
+    if not members:
         raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})")
+    for i, member in enumerate(members):
+        if not isinstance(member, Mapping):
+            if len(members) > 1:
+                problem = f"[{i}] must be a mapping, got {quoted(member)}"
+            raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})")
     return _parse_members(cast("list[Mapping[object, object]]", members), given.source)
 
 

@@ -45,10 +45,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE[,SIZE...]",
         help="sequences that run together, a line of the table each (default: 1,4,8,16)",
     )
-    parser.add_argument("--input-len", type=at_least(1), default=64, metavar="TOKENS", help="of each prompt")
-    parser.add_argument("--output-len", type=at_least(1), default=128, metavar="TOKENS", help="generated for each")
-    parser.add_argument("--repeat", type=at_least(1), default=5, metavar="N", help="measured rounds of each size")
-    parser.add_argument("--seed", type=integer, default=0, help="of the prompts' token ids")
+    for name, kind, default, metavar, words in (
+        ("--input-len", at_least(1), 64, "TOKENS", "of each prompt"),
+        ("--output-len", at_least(1), 128, "TOKENS", "generated for each"),
+        ("--repeat", at_least(1), 5, "N", "measured rounds of each size"),
+        ("--seed", integer, 0, "SEED", "of the prompts' token ids"),
+    ):
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{words} (default: {default})")
     add_output(parser)
     add_arguments(parser, _SECTIONS)
 
