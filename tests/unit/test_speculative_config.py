@@ -140,7 +140,7 @@ class TestLists:
         assert refusal([{}, {"match": "any"}]).startswith("speculative_config[1].match: must be one of first, last")
         assert refusal([{"method": "sufix"}, {}]).startswith("speculative_config[0].method: must be one of")
         assert "must be a mapping, a list of them or none, got []" in refusal([])
-        assert "must be one for each of num_speculative_tokens (8), got 3" in refusal(
+        assert "must be one for each of num_speculative_tokens (8, the largest), got 3" in refusal(
             [{"method": "suffix"}, synthetic(synthetic_acceptance_rates=[0.5, 0.5, 0.1])]
         )
 
@@ -192,7 +192,7 @@ class TestAcceptance:
             ),
             (
                 {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.5, 0.5]},
-                "must be one for each of num_speculative_tokens (5), got 2",
+                "must be one for each of num_speculative_tokens (5, the largest), got 2",
             ),
             (
                 {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 6.5},
