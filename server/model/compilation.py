@@ -74,12 +74,16 @@ class Compilation:
         with self._lock:
             if self._is_cancelled:
                 return False
-            self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        _, errors = self._process.communicate()
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        with self._process as process:
+            assert process.stderr is not None
+            errors = process.stderr.read()  # with standard input open: the process ends when that closes
         if self._is_cancelled:
             return False
-        if self._process.returncode != 0:
-            reason = errors.strip().rsplit("\n", 1)[-1] or f"exit code {self._process.returncode}"
+        if process.returncode != 0:
+            reason = errors.strip().rsplit("\n", 1)[-1] or f"exit code {process.returncode}"
             logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
             return False
         logger.info("compiled the decoder layers in %.0f s", time.monotonic() - started)

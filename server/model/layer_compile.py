@@ -7,6 +7,7 @@ hidden states, the call's tensors and the layer's own tensors.
 
 import os
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,16 @@ def _compile_kind(
     return CompiledKind(package.name, call, tuple(own))
 
 
+def _end_with_the_parent() -> None:
+    """The parent holds the other end of standard input: it closes with it, however that ends."""
+    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read, whose lock would be held as the interpreter ends
+    os._exit(1)
+
+
 def main() -> None:
     """The process: order and target on its command line."""
     os.nice(_NICENESS)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     order, target = CompileOrder.from_json(sys.argv[1]), Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)

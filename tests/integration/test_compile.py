@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 from server import LLM, SamplingParams
 from server.errors import ModelError
 from server.kernels import cpu_attention, cpu_linear
+from server.model.attention import CPU_ATTENTION_NAME
 from server.model.cache import cache_root
+from server.model.compiled_model import CompileOrder
 from server.model.layer_compile import NUM_TOKENS
 from server.model.resolve import pull
 from tests.conftest import DEVICE
@@ -131,6 +135,16 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(
     with _llm(folder, "bfloat16", "wait", block_size=32) as llm:
         assert "cannot be compiled, and run as they are" in caplog.text
         assert _ids(llm, PROMPTS[:4]) == expected
+
+
+def test_the_process_that_compiles_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+    order = CompileOrder(str(folder), "float32", CPU_ATTENTION_NAME, (3, 2, 16, 32), 1, trusts_code=False)
+    command = [sys.executable, "-m", "server.model.layer_compile", order.to_json(), str(tmp_path / "target")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        process.stdin.close()  # as the parent's end does, however it ends
+        assert process.wait(timeout=120) == 1
+    assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.full
