@@ -21,8 +21,6 @@ PROBE_COST = 0.01
 SURPRISE = 0.25
 """So much larger a share of a probe's rows than expected keeps its drafts."""
 MAX_PROBE_INTERVAL = 128
-REFRESH_INTERVAL = 64
-"""Steps between two looks at what fewer drafts would take."""
 ACCEPTANCE_MEMORY = 24
 PRIOR_WEIGHT = 8
 DURATION_MEMORY = 8
@@ -142,7 +140,7 @@ class AutoPolicy:
         self._expected_kept = 0.0
 
     def allow(self, num_rows: int) -> Allowance:
-        """The best number of drafts so far; now and then a few rows try one size more, or all one size less."""
+        """The best number of drafts so far; now and then a few rows try one size more."""
         durations = self._durations.setdefault(_size(num_rows), _Durations())
         best = self._best(durations)
         more = min([number for number in self._candidates if number > best], default=0)
@@ -157,8 +155,6 @@ class AutoPolicy:
             interval = max(PROBE_INTERVAL, min(2 * self._probe_cost.value / PROBE_COST, MAX_PROBE_INTERVAL))
             self._next_probe = self._num_steps + int(interval)
             return Allowance(best, next_drafts, more, num_probed, self._num_probes * num_probed % num_rows)
-        if best > 0 and self._num_steps % REFRESH_INTERVAL == 0:
-            return Allowance(max(number for number in self._candidates if number < best), next_drafts)
         return Allowance(best, next_drafts)
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
