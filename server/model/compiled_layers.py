@@ -96,7 +96,7 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
 
         calls = check_layers(model, layers, run)
     except Exception as error:  # whatever torch, the compiler or the files' contents lead to
-        raise ModelError(f"the compiled layers in {folder} cannot be used: {error}") from error
+        raise ModelError(f"the layers in {folder} cannot be used, delete them to compile anew: {error}") from error
     if all(_are_same(call, calls[-1]) for call in calls):
         parent, name = next(
             (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
