@@ -11,7 +11,12 @@ from tests.tiny_model import build_tiny_model
 
 K = 3
 PROMPT = [5, 6, 7] * 5
-OPTIONS: dict[str, Any] = {"token_ids": PROMPT, "max_tokens": 40, "ignore_eos": True}
+OPTIONS: dict[str, Any] = {
+    "token_ids": PROMPT,
+    "max_tokens": 40,
+    "ignore_eos": True,
+    "allowed_token_ids": [5, 6, 7],  # so that whatever is sampled repeats itself: there are drafts
+}
 
 
 @pytest.fixture(scope="module")
