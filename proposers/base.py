@@ -3,25 +3,79 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class Head(Protocol):
+    """The target's projection from hidden states to its vocabulary."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[vocab, hidden], the model's own."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden] -> [..., vocab] float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetModel:
+    """The model itself, for proposers that are networks.
+
+    Attributes:
+        model: its decoder layers may be packed or compiled: call it, its embedding and its norm, and leave the
+            weights of its layers alone.
+        config: of the language model. tokenizer: as transformers has it. folder: with its files.
+        dtype: of weights and hidden states. digest: hex, equal for equal weights.
+        block_size: tokens of a KV block. max_num_tokens: no sequence is longer.
+    """
+
+    model: "PreTrainedModel"
+    head: Head
+    config: "PreTrainedConfig"
+    tokenizer: Any
+    folder: Path
+    dtype: torch.dtype
+    digest: str
+    block_size: int
+    max_num_tokens: int
+
 
 @dataclass(frozen=True, slots=True)
 class TargetView:
-    """What a proposer may know of the model that verifies its drafts.
+    """What a proposer may know of what verifies its drafts.
 
     Attributes:
         vocab_size: draft ids are below it.
         device: where the batch's tensors are, and drafts are to be.
         num_slots: most sequences at a time; slots are below it.
+        network: None where the target is not at hand.
     """
 
     vocab_size: int
     device: torch.device
     num_slots: int
+    network: TargetModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSampling:
+    """How the tokens of R sequences are chosen; [R] each.
+
+    Attributes:
+        temperature: float32, 0 is greedy. key: int64, what all randomness of a sequence follows from.
+        is_seeded: bool, whose drafts are to have the target's own noise; those of the others one of their own.
+    """
+
+    temperature: Tensor
+    key: Tensor
+    is_seeded: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +88,10 @@ class ProposeInput:
         num_tokens: [R] int64, known tokens of each.
         max_drafts: [R] int32, most drafts each may get.
         max_num_tokens: no sequence is longer than this; known to the host.
+        num_proposed: columns that are wanted, at most the proposer's k; known to the host. None is k.
+        sampling: how the drafts of a proposer with a vocabulary are to be drawn; None where nobody draws.
+        hidden: [R, hidden], the target's last hidden state in front of each sequence's last token: what that token
+            was chosen by. None for proposers that did not ask for it.
     """
 
     token_ids: Tensor
@@ -41,6 +99,9 @@ class ProposeInput:
     num_tokens: Tensor
     max_drafts: Tensor
     max_num_tokens: int
+    num_proposed: int | None = None
+    sampling: "DraftSampling | None" = None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ EVERYTHING = ("clients", "connectors", "proposers", "protos", "server")
 ARROWS: dict[str, tuple[str, ...]] = {
     "clients": ("protos",),
     "connectors": (),
-    "proposers": ("server.kernels",),
+    "proposers": ("server.kernels", "server.model"),
     "protos": (),
     "server.__main__": ("server.cli",),
     "server.cli": ("server.commands",),

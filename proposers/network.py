@@ -1,0 +1,110 @@
+"""What drafts by a network of its own: what that network is, and what it is told of the target's steps."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from server.model.attention import AttentionGroup, AttentionStep
+
+Features = Literal["last"] | tuple[int, ...] | None
+"""Hidden states of the target that a network wants for each token: the last one, which the head takes; those that
+go into the decoder layers of these indices, side by side; or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """K and V that a network keeps for each token, in blocks of the target's."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class DraftNetwork(Protocol):
+    """A decoder that predicts the target's tokens; all tensors are on the target's device.
+
+    Token p of a sequence takes position p. A network with `features` is given for it what the target made of the
+    token before, so it has nothing for position 0 and never attends to it.
+    """
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What it keeps for each token."""
+
+    @property
+    def features(self) -> Features:
+        """What it wants of the target."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Of the hidden states that it takes and gives."""
+
+    @property
+    def max_num_tokens(self) -> int | None:
+        """Positions that it was made for; None if there is no limit."""
+
+    @property
+    def to_target(self) -> Tensor | None:
+        """[its vocabulary] int64, the target's id of each of its tokens; None where they are the same."""
+
+    def bind_kv(self, kv: Tensor) -> None:
+        """Use this memory for K and V.
+
+        Args: kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
+        """
+
+    def condense(self, features: Tensor) -> Tensor:
+        """[T, features], side by side -> [T, hidden], what `forward` takes; position by position."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
+        """Run over flat tokens, keeping their K and V.
+
+        Args:
+            token_ids: [T] int64, the target's. positions: [T] int64.
+            hidden: [T, hidden], condensed features of the token before each, or what `forward` gave for it;
+                None for networks without features.
+        Returns: [T, hidden].
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` gave, [n, hidden] -> [n, its vocabulary] float32, of the token after each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTokens:
+    """What the target has computed in a step, T flat tokens of N rows, padding among them; device tensors.
+
+    Attributes:
+        token_ids: [slots, width] int32, known tokens of every slot. num_tokens: [slots] int64, how many, after the
+            step. block_table: [slots, blocks] int32.
+        slots, positions: [T] int64. is_real: [T] bool, no padding; drafts that were refused are real.
+        features: [T, n], what was asked for; None if nothing was.
+        rows, first_token, num_query: [N] int64, slot and flat tokens of each row. groups: the rows, in order.
+    """
+
+    token_ids: Tensor
+    num_tokens: Tensor
+    block_table: Tensor
+    slots: Tensor
+    positions: Tensor
+    is_real: Tensor
+    features: Tensor | None
+    rows: Tensor
+    first_token: Tensor
+    num_query: Tensor
+    groups: tuple[AttentionGroup, ...]
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A proposer that follows what the target computes; used from the step thread."""
+
+    @property
+    def features(self) -> Features:
+        """What it wants of the target."""
+
+    def follow(self, computed: ComputedTokens) -> None:
+        """Take in a step, once its tokens are chosen and before drafts are proposed; only queues device work."""
