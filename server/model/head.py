@@ -59,12 +59,38 @@ class LMHead:
         """
         layer = model.get_output_embeddings()
         scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+        softcap = getattr(config, "final_logit_softcapping", None)
         bias = getattr(layer, "bias", None)
-        is_packed = is_packed and cpu_linear.supports(layer.weight.dtype, layer.weight.shape[1])
+        return cls.of_weight(layer.weight, bias, scale=scale, softcap=softcap, is_packed=is_packed, linear=linear)
+
+    @classmethod
+    def of_weight(
+        cls,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+        is_packed: bool = False,
+        linear: Linear | None = None,
+    ) -> "LMHead":
+        """A head of given tensors; the arguments are the class's, and those of `of`."""
         if linear is None:
-            linear = _wide_linear if layer.weight.is_cuda else functional.linear
-        packed = PackedLinear(layer.weight, bias, Arena()) if is_packed else None
-        return cls(layer.weight, bias, scale, getattr(config, "final_logit_softcapping", None), packed, linear)
+            linear = _wide_linear if weight.is_cuda else functional.linear
+        is_packed = is_packed and cpu_linear.supports(weight.dtype, weight.shape[1])
+        packed = PackedLinear(weight, bias, Arena()) if is_packed else None
+        return cls(weight, bias, scale, softcap, packed, linear)
+
+    def rows(self, token_ids: Tensor) -> "LMHead":
+        """The head of a part of the vocabulary, [n] int64, with a copy of its weights."""
+        return LMHead.of_weight(
+            self.weight[token_ids],
+            None if self.bias is None else self.bias[token_ids],
+            scale=self.scale,
+            softcap=self.softcap,
+            is_packed=self.packed is not None,
+            linear=self.linear,
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from server.errors import ModelError
+from server.model.fusion import can_pack
 from server.model.head import LMHead
 from server.worker.logprobs import VOCAB_CHUNK, LogprobTensors, chosen_logprobs, prompt_logprobs
 from server.worker.transfer import Transfer
@@ -80,6 +81,20 @@ def random_head(vocab_size: int, device: str, *, has_bias: bool = False) -> tupl
     weight = torch.randn(vocab_size, 16, generator=generator).to(device)
     bias = torch.randn(vocab_size, generator=generator).to(device) if has_bias else None
     return LMHead(weight, bias, 1.0, None), torch.randn(5, 16, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@torch.inference_mode()
+def test_a_head_of_some_rows_gives_their_logits(device_name: str, name: str, is_packed: bool) -> None:
+    model = build(ARCHITECTURES[name], device_name)
+    head = LMHead.of(model, model.config, is_packed=is_packed and can_pack(torch.device(device_name)))
+    token_ids = torch.tensor([90, 3, 41], device=device_name)
+    hidden = torch.randn(5, 32, device=device_name)
+    part = head.rows(token_ids)
+    assert part.vocab_size == 3
+    assert (part.packed is None) == (head.packed is None)
+    torch.testing.assert_close(part.logits(hidden), head.logits(hidden)[:, token_ids])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
