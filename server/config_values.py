@@ -97,6 +97,7 @@ def accepted_values(field: FieldInfo) -> str:
         float: "a number",
         str: "text",
         tuple[float, ...]: "a list of numbers",
+        dict[int, int]: "a mapping of integers to integers",
     }
     limits = " and ".join(_limits(field.metadata))
     return " ".join(filter(None, [kinds[annotation], limits])) + (", or none" if accepts_none(field) else "")
@@ -134,20 +135,31 @@ def build_section(section: type[SectionT], given: Mapping[str, Given], *, prefix
         prefix: goes before field names in messages, such as "speculative_config.".
     Raises: ConfigError that names every refused value, where it came from and what would be accepted.
     """
+    values = {name: item.value for name, item in given.items()}
     try:
-        return section.model_validate({name: item.value for name, item in given.items()})
+        return section.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(section, given, prefix, details) for details in error.errors()]
+        problems = []
+        for name, rule in refusals(section, values, error):
+            source = (given[name] if name else next(iter(given.values()))).source
+            problems.append(f"{(prefix + name).rstrip('.')}: {rule} (from {source})")
         raise ConfigError("; ".join(problems)) from None
 
 
-def _describe(section: type[Section], given: Mapping[str, Given], prefix: str, details: ErrorDetails) -> str:
+def refusals(section: type[Section], values: Mapping[str, object], error: ValidationError) -> list[tuple[str, str]]:
+    """Of each refused value the field and what would be accepted; no field for a rule about several, which names them.
+
+    Args: values: what the section was to be made of.
+    """
+    return [_refusal(section, values, details) for details in error.errors()]
+
+
+def _refusal(section: type[Section], values: Mapping[str, object], details: ErrorDetails) -> tuple[str, str]:
     own_words = str(details["ctx"]["error"]) if details["type"] == "value_error" else ""
-    if not details["loc"]:  # a rule about several fields; its words name them
-        source = next(iter(given.values())).source
-        return f"{prefix.rstrip('.')}: {own_words} (from {source})"
+    if not details["loc"]:
+        return "", own_words
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
-        return f"{prefix}{name}: no such setting{did_you_mean(name, section.model_fields)} (from {given[name].source})"
+        return name, f"no such setting{did_you_mean(name, section.model_fields)}"
     rule = own_words or f"must be {accepted_values(section.model_fields[name])}"
-    return f"{prefix}{name}: {rule}, got {quoted(given[name].value)} (from {given[name].source})"
+    return name, f"{rule}, got {quoted(values[name])}"

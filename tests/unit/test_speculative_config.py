@@ -234,6 +234,7 @@ def test_the_policy_is_one_for_all() -> None:
         ({"num_speculative_tokens_per_batch_size": {0: 1}}, "from 1 on"),
         ({"num_speculative_tokens_per_batch_size": {4: 33}}, "from 0 to 32 drafts"),
         ({"num_speculative_tokens_per_batch_size": {4: 2}, "policy": "auto"}, "give one of the two"),
+        ({"num_speculative_tokens_per_batch_size": {"few": 2}}, "must be a mapping of integers to integers, or none"),
     ],
 )
 def test_a_policy_that_is_none(given: object, message: str) -> None:
