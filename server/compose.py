@@ -37,7 +37,7 @@ from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
 from server.rpc.lifecycle import GrpcServer, check_address
-from server.scheduler.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
+from server.scheduler.draft_policy import make_policy
 from server.scheduler.scheduler import Scheduler
 from server.speculative_config import SpeculativeConfig
 from server.telemetry.pipeline import Telemetry
@@ -125,7 +125,7 @@ def _build_core(config: Config) -> Core:
         BlockPool(num_blocks),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         clock=time.monotonic,
-        draft_policy=None if config.speculative is None else _draft_policy(config.speculative),
+        draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
     )
     depth = config.scheduler.pipeline_depth
     compilation = _compilation(config, loaded, geometry, num_threads) if is_packed else None
@@ -244,13 +244,6 @@ def _compilation(config: Config, loaded: LoadedModel, geometry: KVGeometry, num_
         trusts_code=config.model.trust_remote_code,
     )
     return Compilation(loaded.model, order, config.model.compile)
-
-
-def _draft_policy(config: SpeculativeConfig) -> DraftPolicy:
-    most, by_batch_size = config.num_speculative_tokens, config.policy.num_speculative_tokens_per_batch_size
-    if by_batch_size is None and config.policy.policy == "auto":
-        return AutoPolicy(most)
-    return FixedPolicy(most, by_batch_size)
 
 
 def _check_budget(config: Config) -> None:

@@ -6,33 +6,50 @@ from typing import NamedTuple
 from server.scheduler.draft_policy import Allowance, DraftPolicy
 from server.scheduler.sequence import Sequence
 
+NO_DRAFTS = Allowance(0, 0)
+
 
 class _Step(NamedTuple):
     """A step that was launched and has not settled."""
 
     launched_s: float
+    policy: DraftPolicy
     allowance: Allowance
     num_rows: int
     is_decoding: bool
 
 
 class DraftControl:
-    """Owned by the scheduler, which calls it for each step and row."""
+    """Owned by the scheduler, which calls it for each step and row.
+
+    Attributes:
+        is_on: whether drafts are proposed and verified at all. A policy that is not asked goes on learning.
+    """
 
     def __init__(self, policy: DraftPolicy) -> None:
         self._policy = policy
-        self._allowance = Allowance(0, 0)
+        self.is_on = True
+        self._allowance = NO_DRAFTS
         self._num_rows = 0
         self._num_asked = 0
         self._num_proposed = 0
         self._steps: deque[_Step] = deque()
         self._last_settled_s = 0.0
 
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the policy verifies fewer drafts where they do not pay."""
+        return self._policy.is_adaptive
+
+    def use(self, policy: DraftPolicy) -> None:
+        """Decide by another policy from the next step on; steps under way settle with the one they were launched by."""
+        self._policy = policy
+
     def begin(self, num_rows: int) -> None:
         """A step is planned for about so many running sequences."""
         self._num_rows = max(1, num_rows)
         self._num_asked = 0
-        self._allowance = self._policy.allow(self._num_rows)
+        self._allowance = self._policy.allow(self._num_rows) if self.is_on else NO_DRAFTS
 
     def allow(self, sequence: Sequence) -> int:
         """Most drafts of the next of these sequences: what the policy allows, of what was to be proposed for it."""
@@ -42,19 +59,25 @@ class DraftControl:
 
     def launch(self, now_s: float, num_rows: int, *, is_decoding: bool) -> bool:
         """The step is launched. Returns: whether drafts are to be proposed for the one after it."""
-        self._steps.append(_Step(now_s, self._allowance, num_rows, is_decoding))
+        self._steps.append(_Step(now_s, self._policy, self._allowance, num_rows, is_decoding))
         self._num_proposed = self._allowance.next_drafts
         return self._num_proposed > 0
+
+    def settling(self, now_s: float) -> tuple[float, int]:
+        """Of the oldest step, which settles now: its duration, and the most drafts of a row that is no probe."""
+        step = self._steps[0]
+        return now_s - max(step.launched_s, self._last_settled_s), step.allowance.max_drafts
 
     def settle_row(self, num_allowed: int, num_accepted: int) -> None:
         """A row of the oldest step has settled."""
         if num_allowed:
-            self._policy.settle_row(self._steps[0].allowance, num_allowed, num_accepted)
+            step = self._steps[0]
+            step.policy.settle_row(step.allowance, num_allowed, num_accepted)
 
     def settle_step(self, now_s: float) -> None:
         """The oldest step has settled, after its rows."""
+        duration_s, _ = self.settling(now_s)
         step = self._steps.popleft()
-        duration_s = now_s - max(step.launched_s, self._last_settled_s)
         self._last_settled_s = now_s
         if step.is_decoding and duration_s > 0:
-            self._policy.settle_step(step.allowance, step.num_rows, duration_s)
+            step.policy.settle_step(step.allowance, step.num_rows, duration_s)

@@ -7,7 +7,9 @@ none of the proposer: what a draft costs is in the step's duration.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
+
+from server.speculative_config import PolicyConfig
 
 CANDIDATES = (0, 1, 2, 3, 5, 8, 13, 21, 32)
 TRIES = 2
@@ -53,7 +55,13 @@ class Allowance:
 
 
 class DraftPolicy(Protocol):
-    """Decides for each step; owned by the scheduler."""
+    """Decides for each step; owned by the scheduler.
+
+    Attributes:
+        is_adaptive: whether it verifies fewer drafts where they do not pay.
+    """
+
+    is_adaptive: ClassVar[bool]
 
     def allow(self, num_rows: int) -> Allowance:
         """For the next step, which will have about so many rows."""
@@ -67,6 +75,8 @@ class DraftPolicy(Protocol):
 
 class FixedPolicy:
     """As many as configured, by the number of rows if so wished."""
+
+    is_adaptive: ClassVar[bool] = False
 
     def __init__(self, max_drafts: int, by_batch_size: Mapping[int, int] | None = None) -> None:
         """Args: by_batch_size: from so many rows on so many drafts; below the least of them max_drafts."""
@@ -126,6 +136,8 @@ class _Durations:
 
 class AutoPolicy:
     """Takes the number of drafts with the most tokens per second."""
+
+    is_adaptive: ClassVar[bool] = True
 
     def __init__(self, max_drafts: int) -> None:
         self._candidates = [*(number for number in CANDIDATES if number < max_drafts), max_drafts]
@@ -206,6 +218,14 @@ class AutoPolicy:
             before, reach = reach, min(reach, (weight * mean.value + trust * expected) / (weight + trust))
             gain += reach
         return gain
+
+
+def make_policy(config: PolicyConfig, max_drafts: int) -> DraftPolicy:
+    """The policy that is configured."""
+    by_batch_size = config.num_speculative_tokens_per_batch_size
+    if by_batch_size is None and config.policy == "auto":
+        return AutoPolicy(max_drafts)
+    return FixedPolicy(max_drafts, by_batch_size)
 
 
 def _size(num_rows: int) -> int:

@@ -1,0 +1,85 @@
+"""What a change of the policy does between two steps."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from server.kv.prefix_cache import BlockHashes
+from server.request import Request, SamplingParams
+from server.scheduler.draft_control import DraftControl
+from server.scheduler.draft_policy import Allowance, AutoPolicy, FixedPolicy, make_policy
+from server.scheduler.sequence import Sequence
+from server.speculative_config import PolicyConfig
+
+
+@dataclass
+class Watched(FixedPolicy):
+    """Notes what it is told."""
+
+    max_drafts: int
+    told: list[tuple[int, int]] = field(default_factory=list)
+    durations_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.max_drafts)
+
+    def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
+        self.told.append((allowed, num_accepted))
+
+    def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
+        self.durations_s.append(duration_s)
+
+
+@pytest.fixture
+def sequence() -> Sequence:
+    request = Request(request_id="0", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=9))
+    hashes = BlockHashes(b"", 16)
+    return Sequence(
+        seq_id=0, request=request, choice=0, order=(0, 0), hashes=hashes, num_speculative_tokens=5, key=0, token_ids=[1]
+    )
+
+
+def launch(control: DraftControl, sequence: Sequence, now_s: float) -> tuple[int, bool]:
+    """Most drafts of a row, and whether drafts for the step after are proposed."""
+    control.begin(1)
+    allowed = control.allow(sequence)
+    return allowed, control.launch(now_s, 1, is_decoding=True)
+
+
+def test_nothing_is_proposed_or_verified_while_off(sequence: Sequence) -> None:
+    control = DraftControl(FixedPolicy(5))
+    assert [launch(control, sequence, now_s) for now_s in (0.0, 1.0)] == [(0, True), (5, True)]
+    control.is_on = False
+    assert [launch(control, sequence, now_s) for now_s in (2.0, 3.0)] == [(0, False), (0, False)]
+    control.is_on = True
+    assert [launch(control, sequence, now_s) for now_s in (4.0, 5.0)] == [(0, True), (5, True)]
+
+
+def test_steps_under_way_settle_with_their_own_policy(sequence: Sequence) -> None:
+    before, after = Watched(5), Watched(2)
+    control = DraftControl(before)
+    launch(control, sequence, 0.0)
+    launch(control, sequence, 1.0)
+    control.use(after)
+    assert launch(control, sequence, 2.0) == (2, True)
+    for now_s, allowed in ((2.0, 0), (3.0, 5), (5.0, 2)):
+        control.settle_row(allowed, 1)
+        control.settle_step(now_s)
+    assert (before.told, before.durations_s) == ([(5, 1)], [2.0, 1.0])
+    assert (after.told, after.durations_s) == ([(2, 1)], [2.0])
+
+
+def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequence: Sequence) -> None:
+    control = DraftControl(FixedPolicy(5))
+    launch(control, sequence, 0.0)
+    control.use(FixedPolicy(2))
+    assert launch(control, sequence, 1.0) == (2, True)
+    control.use(FixedPolicy(4))
+    assert [launch(control, sequence, now_s)[0] for now_s in (2.0, 3.0)] == [2, 4]
+
+
+def test_policies_by_their_settings() -> None:
+    assert isinstance(make_policy(PolicyConfig(), 5), AutoPolicy)
+    assert make_policy(PolicyConfig(policy="fixed"), 5).allow(1) == Allowance(5, 5)
+    schedule = make_policy(PolicyConfig(num_speculative_tokens_per_batch_size={1: 8, 4: 0}), 5)
+    assert [schedule.allow(num_rows) for num_rows in (1, 4)] == [Allowance(5, 5), Allowance(0, 0)]
