@@ -1,6 +1,6 @@
 """Sampling as one pass over the logits: temperature, Gumbel noise and argmax.
 
-The noise is that of worker/noise.py, word for word: argmax(logits / temperature + noise) is a draw from
+The noise is that of kernels/noise.py, word for word: argmax(logits / temperature + noise) is a draw from
 the softmax, fixed by key, position and stream. The vocabulary is cut into parts, so that one row fills
 the device; a second kernel picks the best part.
 """

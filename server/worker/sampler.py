@@ -10,7 +10,7 @@ from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.reference import restrict
 from server.kernels.truncate import truncate
 from server.worker.batch import BatchState
-from server.worker.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel
 from server.worker.rejection import Drafts, RejectionRule, Verified, count_accepted
 from server.worker.step_inputs import SamplingRows, Selection
 

@@ -7,7 +7,7 @@ from scipy import stats
 from torch import Tensor
 
 from server.kernels.gumbel_argmax import gumbel_argmax
-from server.worker.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel
 
 VOCAB = 8
 NUM_TOKENS = 3

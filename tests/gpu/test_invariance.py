@@ -10,7 +10,7 @@ from torch.nn import functional
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.invariant_linear import invariant_linear
 from server.kernels.invariant_mean import invariant_mean
-from server.worker.noise import Stream
+from server.kernels.noise import Stream
 
 pytestmark = pytest.mark.gpu
 

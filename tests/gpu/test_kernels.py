@@ -26,7 +26,7 @@ from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
-from server.worker.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel
 from tests.fakes.drafted_chain import assert_drawn_from, chain, generate
 from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs

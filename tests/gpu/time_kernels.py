@@ -31,7 +31,7 @@ from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
-from server.worker.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel
 from tests.fakes.drafts import draft_inputs
 
 BYTES_PER_US = 4.26e6

@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from server.worker.noise import Stream, gumbel, uniform
+from server.kernels.noise import Stream, gumbel, uniform
 
 NUM_DRAWS = 1 << 20
 SIGNIFICANCE = 1e-4

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from server.kernels.gumbel_argmax import BLOCK_V, gumbel_argmax
-from server.worker.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel
 
 KEYS = (0, 1, 2**63 - 1, 5, 2**40 + 3)
 POSITIONS = (0, 2**31, 7, 100, 3)

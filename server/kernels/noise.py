@@ -29,6 +29,7 @@ class Stream(enum.IntEnum):
     TARGET = 1
     ACCEPT = 2
     RESAMPLE = 3
+    DRAFT = 4
 
 
 def _shift_right(x: Tensor, bits: int, width: int) -> Tensor:
@@ -71,13 +72,18 @@ def uniform(key: Tensor, position: Tensor, stream: Stream) -> Tensor:
     return _to_unit(_mix_32(_mix_32(low.clone()) ^ high))
 
 
-def gumbel(key: Tensor, position: Tensor, stream: Stream, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise: int64 keys and positions of one shape -> [..., vocab_size] float32.
+def gumbel(key: Tensor, position: Tensor, stream: Stream, vocabulary: int | Tensor) -> Tensor:
+    """Standard Gumbel noise: int64 keys and positions of one shape -> [..., tokens] float32.
 
     -log(-log1p(-u)) resolves the upper tail, which decides an argmax, down to 2^-32.
+
+    Args: vocabulary: the ids below it, or [tokens] integers, some ids.
     """
     low, high = _state(key, position, stream)
-    index = torch.arange(vocab_size, dtype=torch.int32, device=key.device)
+    if isinstance(vocabulary, int):
+        index = torch.arange(vocabulary, dtype=torch.int32, device=key.device)
+    else:
+        index = vocabulary.int()
     words = _mix_32(index * _GOLDEN_32 ^ low[..., None])
     words = _mix_32(words ^ high[..., None])
     return _to_unit(words).neg_().log1p_().neg_().log_().neg_()
