@@ -33,7 +33,8 @@ class TargetModel:
             weights of its layers alone.
         config: of the language model. tokenizer: as transformers has it. folder: with its files.
         dtype: of weights and hidden states. digest: hex, equal for equal weights.
-        block_size: tokens of a KV block. max_num_tokens: no sequence is longer.
+        block_size: tokens of a KV block. max_num_tokens: no sequence is longer. trusts_code: whether code of a model's
+            own may be run. runs_plain: whether modules are to stay as they are, neither merged nor packed.
     """
 
     model: "PreTrainedModel"
@@ -45,6 +46,8 @@ class TargetModel:
     digest: str
     block_size: int
     max_num_tokens: int
+    trusts_code: bool = False
+    runs_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,14 @@ class DraftSampling:
     Attributes:
         temperature: float32, 0 is greedy. key: int64, what all randomness of a sequence follows from.
         is_seeded: bool, whose drafts are to have the target's own noise; those of the others one of their own.
+        has_seeded, has_unseeded: whether any sequence with a temperature may be the one or the other.
     """
 
     temperature: Tensor
     key: Tensor
     is_seeded: Tensor
+    has_seeded: bool
+    has_unseeded: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
 """What drafts by a network of its own: what that network is, and what it is told of the target's steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from proposers.base import Proposer
 from server.model.attention import AttentionGroup, AttentionStep
+from server.plan import PlanRow, SequenceStart
 
 Features = Literal["last"] | tuple[int, ...] | None
 """Hidden states of the target that a network wants for each token: the last one, which the head takes; those that
@@ -37,10 +40,6 @@ class DraftNetwork(Protocol):
     @property
     def features(self) -> Features:
         """What it wants of the target."""
-
-    @property
-    def hidden_size(self) -> int:
-        """Of the hidden states that it takes and gives."""
 
     @property
     def max_num_tokens(self) -> int | None:
@@ -74,20 +73,34 @@ class DraftNetwork(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class BatchMemory:
+    """The batch as it stays on the device for S slots and one more that padding names; proposers only read it.
+
+    Attributes:
+        token_ids: [S + 1, width] int32, known tokens of every slot. block_table: [S + 1, blocks] int32, 0 beyond a
+            sequence's blocks.
+        num_tokens, num_computed: [S + 1] int64, known tokens and those the target has computed.
+        num_blocks, block_size: of the target's KV, and of every proposer's.
+    """
+
+    token_ids: Tensor
+    block_table: Tensor
+    num_tokens: Tensor
+    num_computed: Tensor
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ComputedTokens:
     """What the target has computed in a step, T flat tokens of N rows, padding among them; device tensors.
 
     Attributes:
-        token_ids: [slots, width] int32, known tokens of every slot. num_tokens: [slots] int64, how many, after the
-            step. block_table: [slots, blocks] int32.
         slots, positions: [T] int64. is_real: [T] bool, no padding; drafts that were refused are real.
         features: [T, n], what was asked for; None if nothing was.
         rows, first_token, num_query: [N] int64, slot and flat tokens of each row. groups: the rows, in order.
     """
 
-    token_ids: Tensor
-    num_tokens: Tensor
-    block_table: Tensor
     slots: Tensor
     positions: Tensor
     is_real: Tensor
@@ -99,12 +112,36 @@ class ComputedTokens:
 
 
 @runtime_checkable
-class Follower(Protocol):
-    """A proposer that follows what the target computes; used from the step thread."""
+class Follower(Proposer, Protocol):
+    """A proposer with a state that follows what the target computes; used from the step thread, never waits.
+
+    For each step: `start` and `begin`; then, when the step's tokens are chosen, `remember`, `follow` if drafts are
+    wanted, and `propose`. These last three may be captured, and replayed for other rows. `settle` once the step has
+    settled.
+    """
 
     @property
     def features(self) -> Features:
         """What it wants of the target."""
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes that it keeps for each block of the target's KV."""
+
+    def bind(self, memory: BatchMemory) -> None:
+        """Allocate its state for a batch, anew if it had one."""
+
+    def start(self, start: SequenceStart) -> None:
+        """A sequence takes a slot; the batch's memory knows of it."""
+
+    def begin(self, rows: Sequence[PlanRow], *, is_followed: bool) -> int:
+        """A step begins that will be followed or not. Returns: positions of earlier steps that are done now."""
+
+    def remember(self, computed: ComputedTokens) -> None:
+        """Take in what a step computed, as far as it may be needed later."""
+
     def follow(self, computed: ComputedTokens) -> None:
-        """Take in a step, once its tokens are chosen and before drafts are proposed; only queues device work."""
+        """Do a step's positions, right after `remember`."""
+
+    def settle(self, slot: int, num_computed: int) -> None:
+        """A sequence in the batch has so many computed tokens for certain."""

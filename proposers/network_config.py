@@ -1,0 +1,43 @@
+"""What the settings of proposers that are networks have in common; names are vLLM's."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from proposers.base import TargetModel, TargetView
+from proposers.config import ProposerConfig
+from server.errors import ConfigError
+
+
+class NetworkConfig(ProposerConfig):
+    """Settings of a network that drafts."""
+
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        default="probabilistic",
+        description="probabilistic draws the drafts of sampled requests from the network's distribution, greedy takes "
+        "its likeliest tokens",
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="sequences from this length on get no drafts, in tokens; the network's own limit",
+    )
+    draft_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="devices that the network is spread over: 1 on the native engine"
+    )
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether drafts are drawn."""
+        return self.draft_sample_method == "probabilistic"
+
+    def target_network(self, target: TargetView) -> TargetModel:
+        """The target, once the settings are seen to fit it. Raises: ConfigError."""
+        if target.network is None:
+            raise ConfigError(f"speculative_config.method: {self.method} needs the target in this process")
+        if self.draft_tensor_parallel_size not in (None, 1):
+            raise ConfigError(
+                "speculative_config.draft_tensor_parallel_size: must be 1, as the model runs on one device, "
+                f"got {self.draft_tensor_parallel_size}"
+            )
+        return target.network
