@@ -153,13 +153,13 @@ void attend(const Attention& attention, const std::vector<Tile>& rows, int64_t n
   std::vector<Job> jobs;
   int64_t num_partial_floats = 0, work = 0, max_rows = 0;
   for (const Tile& row : rows) {
-    int64_t num_checked_blocks = 0;
+    int64_t num_checked_blocks = row.start / attention.block_size;
     for (int64_t begin = row.begin; begin < row.end; begin += tokens_per_tile) {
-      const Tile tile{row.slot, begin, std::min(begin + tokens_per_tile, row.end)};
+      const Tile tile{row.slot, row.start, begin, std::min(begin + tokens_per_tile, row.end)};
       int64_t first = std::numeric_limits<int64_t>::max(), last = 0;
       for (int64_t token = tile.begin; token < tile.end; token++) {
         STD_TORCH_CHECK(attention.positions[token] >= 0, "position of token ", token, " is negative");
-        first = std::min(first, attention.first_key(token));
+        first = std::min(first, attention.first_key(tile, token));
         last = std::max(last, attention.positions[token]);
       }
       const int64_t num_used_blocks = last / attention.block_size + 1;
@@ -171,12 +171,15 @@ void attend(const Attention& attention, const std::vector<Tile>& rows, int64_t n
                         num_blocks);
       }
       const int64_t num_tile_rows = (tile.end - tile.begin) * attention.heads_per_kv_head;
-      const int64_t first_span = first / kKeysPerSpan, num_spans = last / kKeysPerSpan - first_span + 1;
+      const int64_t num_keys = std::max<int64_t>(0, last - first + 1);
+      if (num_keys == 0) last = -1;  // all tokens lie below the start: one span, in which there is nothing
+      const int64_t first_span = first / kKeysPerSpan;
+      const int64_t num_spans = num_keys == 0 ? 1 : last / kKeysPerSpan - first_span + 1;
       for (int64_t kv_head = 0; kv_head < num_kv_heads; kv_head++) {
         jobs.push_back({tile, kv_head, first, last, first_span, num_spans, num_partial_floats});
         num_partial_floats += num_spans * Softmax::num_floats(num_tile_rows, attention.head_dim);
       }
-      work += num_kv_heads * (num_tile_rows + 8) * (last - first + 1) * attention.head_dim;
+      work += num_kv_heads * (num_tile_rows + 8) * num_keys * attention.head_dim;
       max_rows = std::max(max_rows, num_tile_rows);
     }
   }
@@ -213,18 +216,21 @@ void check_vectors(const Tensor& tensor, int64_t dims, int64_t size, const char*
   STD_TORCH_CHECK(tensor.stride(dims - 1) == 1, name, " must be contiguous in its last dimension");
 }
 
-std::vector<Tile> rows_of(const Tensor& first_token, const Tensor& num_query, const Tensor& slots, int64_t num_tokens,
-                          int64_t num_slots) {
+std::vector<Tile> rows_of(const Tensor& first_token, const Tensor& num_query, const Tensor& slots,
+                          const std::optional<Tensor>& starts, int64_t num_tokens, int64_t num_slots) {
   const int64_t num_rows = first_token.numel();
   const int64_t* begins = indices(first_token, num_rows, "first_token");
   const int64_t* counts = indices(num_query, num_rows, "num_query");
   const int64_t* slot_ids = indices(slots, num_rows, "slots");
+  const int64_t* slot_starts = starts ? indices(*starts, num_slots, "starts") : nullptr;
   std::vector<Tile> rows;
   for (int64_t i = 0; i < num_rows; i++) {
     STD_TORCH_CHECK(begins[i] >= 0 && counts[i] >= 0 && counts[i] <= num_tokens - begins[i], "row ", i, " has ",
                     counts[i], " tokens from ", begins[i], " on, of ", num_tokens);
     STD_TORCH_CHECK(slot_ids[i] >= 0 && slot_ids[i] < num_slots, "row ", i, " is in slot ", slot_ids[i]);
-    rows.push_back({slot_ids[i], begins[i], begins[i] + counts[i]});
+    const int64_t start = slot_starts ? slot_starts[slot_ids[i]] : 0;
+    STD_TORCH_CHECK(start >= 0, "slot ", slot_ids[i], " starts at ", start);
+    rows.push_back({slot_ids[i], start, begins[i], begins[i] + counts[i]});
   }
   return rows;
 }
@@ -232,7 +238,7 @@ std::vector<Tile> rows_of(const Tensor& first_token, const Tensor& num_query, co
 Tensor paged_attention(const Tensor query, const Tensor layer, const Tensor first_token, const Tensor num_query,
                        const Tensor slots, const Tensor positions, const Tensor block_table, double scaling,
                        std::optional<int64_t> sliding_window, std::optional<double> softcap,
-                       std::optional<Tensor> sinks) {
+                       std::optional<Tensor> sinks, std::optional<Tensor> starts) {
   const int64_t head_dim = query.size(query.dim() - 1);
   check_vectors(query, 3, head_dim, "query");
   check_vectors(layer, 4, 2 * head_dim, "layer");
@@ -242,7 +248,7 @@ Tensor paged_attention(const Tensor query, const Tensor layer, const Tensor firs
                   " KV heads");
   const int64_t num_tokens = query.size(0);
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.stride(1) == 1, "block_table must be [slots, blocks]");
-  const std::vector<Tile> rows = rows_of(first_token, num_query, slots, num_tokens, block_table.size(0));
+  const std::vector<Tile> rows = rows_of(first_token, num_query, slots, starts, num_tokens, block_table.size(0));
   if (sinks) {
     STD_TORCH_CHECK(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous() &&
                         sinks->numel() == query.size(1), "sinks must be a float32 number per head");
@@ -357,7 +363,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def(
       "cpu_paged_attention(Tensor query, Tensor layer, Tensor first_token, Tensor num_query, Tensor slots, "
       "Tensor positions, Tensor block_table, float scaling, int? sliding_window=None, float? softcap=None, "
-      "Tensor? sinks=None) -> Tensor");
+      "Tensor? sinks=None, Tensor? starts=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {

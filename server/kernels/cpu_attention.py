@@ -72,6 +72,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Attend each of N rows to its own blocks, causally: a token sees positions up to its own.
 
@@ -87,13 +88,26 @@ def paged_attention(
         positions: [T] int64. block_table: [slots, blocks] int32 or int64.
         sliding_window: positions seen, the token's own included.
         softcap: logits become softcap * tanh(logits / softcap). sinks: [heads] float32, a logit without a value.
+        starts: [slots] int64, the first position that is seen in each; None sees all. Blocks wholly below it are
+            not read.
 
-    Returns: [T, heads, head_dim], contiguous; 0 for tokens of no row.
+    Returns: [T, heads, head_dim], contiguous; 0 for tokens of no row, and for those that see nothing.
     Raises: RuntimeError for shapes, strides and types that do not fit, and for blocks that do not exist.
     Twin: reference.attention.
     """
     output: Tensor = torch.ops.outrider.cpu_paged_attention(
-        query, layer, first_token, num_query, slots, positions, block_table, scaling, sliding_window, softcap, sinks
+        query,
+        layer,
+        first_token,
+        num_query,
+        slots,
+        positions,
+        block_table,
+        scaling,
+        sliding_window,
+        softcap,
+        sinks,
+        starts,
     )
     return output
 

@@ -8,7 +8,7 @@
 //
 // What a row comes to depends on its own position, query, keys and values alone, bit for bit: every
 // product adds up in order, blocks and spans start at multiples of their length whoever shares the
-// tile, and a masked key, block or span changes nothing (x * 1 + 0). So neither the batch, nor the
+// tile, and a key, block or span that is masked or left out changes nothing (x * 1 + 0). So neither the batch, nor the
 // number of query tokens, nor the number of threads changes an answer.
 #pragma once
 
@@ -21,6 +21,11 @@ namespace outrider {
 constexpr int64_t kKeysPerGroup = 16;  // lie side by side in a KV block, whose size is a multiple of this
 constexpr int64_t kKeysPerTile = 64;
 constexpr int64_t kKeysPerSpan = 512;  // the unit of parallel work along the keys
+
+// Adjacent tokens [begin, end) of the sequence in a slot, which see nothing below `start`.
+struct Tile {
+  int64_t slot, start, begin, end;
+};
 
 struct Attention {
   const void* query;    // [tokens, heads, head_dim]
@@ -40,12 +45,10 @@ struct Attention {
     return is_table_int64 ? static_cast<const int64_t*>(table)[at] : static_cast<const int32_t*>(table)[at];
   }
 
-  int64_t first_key(int64_t token) const { return std::max<int64_t>(0, positions[token] + 1 - window); }
-};
-
-// Adjacent tokens [begin, end) of the sequence in a slot.
-struct Tile {
-  int64_t slot, begin, end;
+  // Of those a token sees; beyond its position if it sees none.
+  int64_t first_key(const Tile& tile, int64_t token) const {
+    return std::max(tile.start, positions[token] + 1 - window);
+  }
 };
 
 // The state of an online softmax: for each row the largest score so far, and sums relative to it.
@@ -200,6 +203,7 @@ class TileKernel {
     for (int64_t row = 0; row < state.rows; row++) {
       const int64_t head = kv_head_ * heads_ + row % heads_;
       float sum = reduce_sum(load(state.sum + row * kWidth)), keep = 1.0f;
+      if (sum == 0.0f) sum = 1.0f;  // saw nothing
       if (attention_.sinks) {
         const float sink = attention_.sinks[head], base = std::max(sink, state.largest[row]);
         keep = exp(state.largest[row] - base);
@@ -229,25 +233,31 @@ class TileKernel {
     while (begin < end && !sees(end - 1, first)) end--;
     if (begin == end) return;
     const int64_t last = *std::max_element(attention_.positions + begin, attention_.positions + end);
+    int64_t lowest = last;
+    for (int64_t token = begin; token < end; token++) lowest = std::min(lowest, attention_.first_key(tile_, token));
+    const int64_t skipped = std::max<int64_t>(0, lowest - first) / kKeysPerGroup * kKeysPerGroup;
     const int64_t num_keys = std::min(kKeysPerTile, (last - first) / kKeysPerGroup * kKeysPerGroup + kKeysPerGroup);
     const bool goes_on = first + kKeysPerTile <= last;
     const Upcoming next = goes_on ? Upcoming{tile_.slot, kv_head_, first + kKeysPerTile, last} : following;
-    for (int64_t key = 0; key < num_keys; key += kKeysPerGroup) {
+    for (int64_t key = skipped; key < num_keys; key += kKeysPerGroup) {
       const KeyGroup<KV> own = group(tile_.slot, kv_head_, first + key);
       const bool is_more = next.key + key <= next.last;
       pack(own, is_more ? group(next.slot, next.kv_head, next.key + key) : own, keys_ + key,
            values_ + key / Element::kNumbers * head_dim_);
     }
     const int64_t row = (begin - tile_.begin) * heads_, rows = (end - begin) * heads_;
-    multiply(rows, num_keys, queries_ + row * depth_, depth_, keys_, kKeysPerTile, depth_,
-             scores_ + row * kKeysPerTile, kKeysPerTile, nullptr);
-    for (int64_t i = row; i < row + rows; i++) weigh(i, first, num_keys, state);
-    multiply(rows, head_dim_, reinterpret_cast<const Element*>(scores_ + row * kKeysPerTile), kKeysPerTile, values_,
-             head_dim_, num_keys / Element::kNumbers, state.out + row * head_dim_, head_dim_, rescale_ + row);
+    multiply(rows, num_keys - skipped, queries_ + row * depth_, depth_, keys_ + skipped, kKeysPerTile, depth_,
+             scores_ + row * kKeysPerTile + skipped, kKeysPerTile, nullptr);
+    for (int64_t i = row; i < row + rows; i++) weigh(i, first, skipped, num_keys, state);
+    const int64_t left_out = skipped / Element::kNumbers;
+    multiply(rows, head_dim_, reinterpret_cast<const Element*>(scores_ + row * kKeysPerTile) + left_out, kKeysPerTile,
+             values_ + left_out * head_dim_, head_dim_, num_keys / Element::kNumbers - left_out,
+             state.out + row * head_dim_, head_dim_, rescale_ + row);
   }
 
   bool sees(int64_t token, int64_t first) const {
-    return attention_.positions[token] >= first && attention_.first_key(token) < first + kKeysPerTile;
+    const int64_t first_key = attention_.first_key(tile_, token), position = attention_.positions[token];
+    return position >= std::max(first, first_key) && first_key < first + kKeysPerTile;
   }
 
   KeyGroup<KV> group(int64_t slot, int64_t kv_head, int64_t key) const {
@@ -257,14 +267,15 @@ class TileKernel {
     return {rows, attention_.layer_strides[2], head_dim_};
   }
 
-  // Turns a row's scores into weights, in place, and moves its state on to the new largest score.
-  void weigh(int64_t row, int64_t first, int64_t num_keys, Softmax& state) {
+  // Turns a row's scores of keys [first + skipped, first + num_keys) into weights, in place, and moves its state on
+  // to the new largest score.
+  void weigh(int64_t row, int64_t first, int64_t skipped, int64_t num_keys, Softmax& state) {
     const int64_t token = tile_.begin + row / heads_, position = attention_.positions[token];
-    const int64_t first_key = attention_.first_key(token);
-    const bool is_masked = position < first + num_keys - 1 || first_key > first;
+    const int64_t first_key = attention_.first_key(tile_, token);
+    const bool is_masked = position < first + num_keys - 1 || first_key > first + skipped;
     float* scores = scores_ + row * kKeysPerTile;
     Floats largest = broadcast(-kInfinity);
-    for (int64_t i = 0; i < num_keys; i += kWidth) {
+    for (int64_t i = skipped; i < num_keys; i += kWidth) {
       Floats score = load(scores + i) * attention_.scaling;
       if (attention_.softcap > 0) score = tanh(score / attention_.softcap) * attention_.softcap;
       if (is_masked) score = mask(score, first_key - first - i, position - first - i);
@@ -277,7 +288,7 @@ class TileKernel {
     state.largest[row] = after;
     Floats sum = load(state.sum + row * kWidth) * rescale_[row];
     Element* weights = reinterpret_cast<Element*>(scores);
-    for (int64_t i = 0; i < num_keys; i += kWidth) {
+    for (int64_t i = skipped; i < num_keys; i += kWidth) {
       const Floats weight = exp(load(scores + i) - base);
       sum += weight;
       Element::store(weights + i / Element::kNumbers, weight);

@@ -33,6 +33,7 @@ def _attend_tiles(
     values: tl.tensor,
     query: tl.tensor,
     position: tl.tensor,
+    first: tl.tensor,
     begin: int,
     end: int,
     kv_ptr: tl.tensor,
@@ -47,17 +48,20 @@ def _attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take the positions [begin, end) into the running maximum (of powers of 2), sum and weighted values.
 
-    Unmasked tiles are those that every query row sees in full.
+    Unmasked tiles are those that every query row sees in full. With starts, nothing below `first` is seen.
     """
     dim = tl.arange(0, BLOCK_D)
     for start in range(begin, end, BLOCK_N):
         place = start + tl.arange(0, BLOCK_N)
         if IS_MASKED:
             is_there = place < end
+            if HAS_STARTS:
+                is_there = is_there & (place >= first)
             block = tl.load(table_ptr + place // BLOCK_SIZE, mask=is_there, other=0)
         else:
             block = tl.load(table_ptr + place // BLOCK_SIZE)
@@ -80,6 +84,8 @@ def _attend_tiles(
             is_seen = place[None, :] <= position[:, None]
             if WINDOW > 0:
                 is_seen = is_seen & (place[None, :] > position[:, None] - WINDOW)
+            if HAS_STARTS:
+                is_seen = is_seen & (place[None, :] >= first)
             score = tl.where(is_seen, score, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(score, 1))
         # A row may have seen nothing yet: minus infinity less itself would be NaN.
@@ -94,7 +100,12 @@ def _attend_tiles(
     return maximum, total, values
 
 
-@jit(unspecialised=("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "num_splits", "max_num_query"))
+@jit(
+    unspecialised=(
+        *("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "starts_ptr"),
+        *("num_splits", "max_num_query"),
+    )
+)
 def _attention_kernel(
     query_ptr: tl.tensor,
     layer_ptr: tl.tensor,
@@ -106,6 +117,7 @@ def _attention_kernel(
     num_query_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
     table_ptr: tl.tensor,
     num_splits: int,
     max_num_query: int,
@@ -128,6 +140,7 @@ def _attention_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SPLIT_SPAN: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -156,6 +169,10 @@ def _attention_kernel(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    first = 0
+    if HAS_STARTS:
+        first = tl.load(starts_ptr + tl.load(slots_ptr + row)).to(tl.int32)
+        begin = tl.minimum(tl.maximum(begin, first // BLOCK_N * BLOCK_N), end)
     if SPLIT_SPAN > 0:
         begin = tl.maximum(begin, split * SPLIT_SPAN)
         end = tl.minimum(end, (split + 1) * SPLIT_SPAN)
@@ -174,7 +191,7 @@ def _attention_kernel(
             return
     # Positions below `full_end` are seen by every query row. With a sink alone, a split's end is not above begin.
     full_end = begin
-    if WINDOW == 0:
+    if WINDOW == 0 and not HAS_STARTS:
         full_end = tl.maximum(begin, tl.minimum(end, lowest + 1) // BLOCK_N * BLOCK_N)
 
     pointer = query_ptr + (first_token + token)[:, None] * stride_query_token + head[:, None] * stride_query_head
@@ -188,14 +205,14 @@ def _attention_kernel(
     values = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     kv_ptr = layer_ptr + kv_head.to(tl.int64) * stride_kv_head
     row_table_ptr = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * stride_table
-    if WINDOW == 0:
+    if WINDOW == 0 and not HAS_STARTS:
         maximum, total, values = _attend_tiles(
-            maximum, total, values, query, position, begin, full_end, kv_ptr, row_table_ptr, stride_block,
-            stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, False,
+            maximum, total, values, query, position, first, begin, full_end, kv_ptr, row_table_ptr, stride_block,
+            stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, HAS_STARTS, False,
         )  # fmt: skip
     maximum, total, values = _attend_tiles(
-        maximum, total, values, query, position, full_end, end, kv_ptr, row_table_ptr, stride_block,
-        stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, True,
+        maximum, total, values, query, position, first, full_end, end, kv_ptr, row_table_ptr, stride_block,
+        stride_slot, scale, softcap, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, WINDOW, HAS_SOFTCAP, HAS_STARTS, True,
     )  # fmt: skip
 
     total = tl.where(total == 0.0, 1.0, total)  # where nothing was seen, the maximum is minus infinity
@@ -221,6 +238,7 @@ def _merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     IS_ORDERED: tl.constexpr,
 ) -> None:
     """Weigh the splits of one token of one row (axis 0) and one head (axis 1) by their sums.
@@ -234,7 +252,9 @@ def _merge_kernel(
     place = first + tl.arange(0, NUM_SPLITS)
     dim = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place)
-    maximum = tl.max(lse, 0)  # a token sees itself: one split is above minus infinity
+    maximum = tl.max(lse, 0)  # a token that sees itself has a split above minus infinity
+    if HAS_STARTS:
+        maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
     if IS_ORDERED:
         merged, total = tl.zeros([BLOCK_D], tl.float32), 0.0
         for split in range(NUM_SPLITS):
@@ -244,12 +264,14 @@ def _merge_kernel(
                 values = tl.load(partial_ptr + (first + split) * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
                 merged += values * weight
                 total += weight
-        merged = merged / total
     else:
         weight = tl.exp2(lse - maximum)
         is_element = (lse > float("-inf"))[:, None] & (dim < HEAD_DIM)[None, :]
         values = tl.load(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], mask=is_element, other=0.0)
-        merged = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
+        merged, total = tl.sum(values * weight[:, None], 0), tl.sum(weight, 0)
+    if HAS_STARTS:
+        total = tl.where(total == 0.0, 1.0, total)
+    merged = merged / total
     first_token = tl.load(first_token_ptr + row).to(tl.int64)
     pointer = out_ptr + (first_token + token) * stride_out_token + head * stride_out_head + dim
     tl.store(pointer, merged.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -272,6 +294,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     split_span: int | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """Attend each of N rows to its own blocks, causally; never waits for the device.
 
@@ -293,11 +316,13 @@ def paged_attention(
         sinks: [heads], a logit without a value.
         split_span: positions per split, a multiple of 128. A token's output then has the same bits whatever is in the
             batch, in its tile and in the bounds; None splits by shape and by length.
+        starts: [slots] integers, the first position that is seen in each; None sees all. A token that sees nothing
+            gets 0.
 
     Raises: ValueError, before any launch.
     Twin: reference.paged_attention.
     """
-    _check(query, layer, out, first_token, num_query, slots, positions, block_table, sinks)
+    _check(query, layer, out, first_token, num_query, slots, positions, block_table, sinks, starts)
     if split_span is not None and (split_span <= 0 or split_span % 128):
         raise ValueError(f"split_span {split_span} is not a multiple of 128")
     num_rows, num_heads, head_dim = first_token.shape[0], query.shape[1], query.shape[2]
@@ -336,6 +361,7 @@ def paged_attention(
         num_query,
         slots,
         positions,
+        slots if starts is None else starts,
         block_table,
         num_splits,
         max_num_query,
@@ -358,6 +384,7 @@ def paged_attention(
         WINDOW=sliding_window or 0,
         HAS_SOFTCAP=softcap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_STARTS=starts is not None,
         IS_SPLIT=is_split,
         SPLIT_SPAN=split_span or 0,
         LOG2_E=_LOG2_E,
@@ -379,6 +406,7 @@ def paged_attention(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             NUM_SPLITS=num_splits,
+            HAS_STARTS=starts is not None,
             IS_ORDERED=split_span is not None,
             enable_fp_fusion=split_span is None,
         )
@@ -399,6 +427,7 @@ def _check(
     positions: Tensor,
     block_table: Tensor,
     sinks: Tensor | None,
+    starts: Tensor | None,
 ) -> None:
     """Raises: ValueError for shapes and strides that the kernel would misread."""
     num_tokens, num_heads, head_dim = query.shape
@@ -411,6 +440,7 @@ def _check(
         (positions.shape != (num_tokens,), f"positions is {tuple(positions.shape)}"),
         (any(not x.is_contiguous() for x in (first_token, num_query, slots, positions)), "an index has gaps"),
         (sinks is not None and sinks.shape != (num_heads,), "sinks is not one per head"),
+        (starts is not None and starts.shape != block_table.shape[:1], "starts is not one per slot"),
     )
     for is_wrong, description in problems:
         if is_wrong:

@@ -5,10 +5,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention_mask(positions: Tensor, num_positions: int, sliding_window: int | None) -> Tensor:
-    """Which positions each query token sees: itself and those before it, within the window.
+def attention_mask(
+    positions: Tensor, num_positions: int, sliding_window: int | None, starts: Tensor | None = None
+) -> Tensor:
+    """Which positions each query token sees: itself and those before it, within the window, from its row's start on.
 
-    Args: positions: [num_rows, num_query] int64; sliding_window: positions seen, itself included; None sees all.
+    Args:
+        positions: [num_rows, num_query] int64. sliding_window: positions seen, itself included; None sees all.
+        starts: [num_rows] int64; None is 0.
+
     Returns: [num_rows, 1, num_query, num_positions] bool.
     """
     query = positions[:, None, :, None]
@@ -16,6 +21,8 @@ def attention_mask(positions: Tensor, num_positions: int, sliding_window: int | 
     mask = key <= query
     if sliding_window is not None:
         mask &= key > query - sliding_window
+    if starts is not None:
+        mask &= key >= starts[:, None, None, None]
     return mask
 
 
@@ -33,10 +40,23 @@ def attention(
 
     Args:
         query: [num_rows, heads, num_query, head_dim]; key, value: [num_rows, kv_heads, positions, head_dim].
-        mask: [num_rows, 1, num_query, positions] bool; each query sees at least one position.
+        mask: [num_rows, 1, num_query, positions] bool.
         softcap: logits become softcap * tanh(logits / softcap). sinks: [heads], a logit without a value.
-    Returns: [num_rows, heads, num_query, head_dim].
+    Returns: [num_rows, heads, num_query, head_dim], 0 for a query that sees nothing.
     """
+    return _attend(query, key, value, mask, scaling, softcap, sinks).masked_fill(~mask.any(-1, keepdim=True), 0.0)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Anything for a query that sees nothing."""
     key, value = key.to(query.dtype), value.to(query.dtype)
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
@@ -66,6 +86,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Each row's tokens against its own blocks; arguments as in paged_attention.paged_attention.
 
@@ -80,7 +101,8 @@ def paged_attention(
         num_blocks = int(position.max()) // layer.shape[2] + 1
         blocks = layer[block_table[slot, :num_blocks].long()]
         key, value = blocks.transpose(0, 1).flatten(1, 2).chunk(2, dim=-1)
-        mask = attention_mask(position[None], key.shape[1], sliding_window)
+        start = None if starts is None else starts[slot, None]
+        mask = attention_mask(position[None], key.shape[1], sliding_window, start)
         rows = query[tokens].transpose(0, 1)[None]
         attended = attention(rows, key[None], value[None], mask, scaling, softcap=softcap, sinks=sinks)
         output[tokens] = attended[0].transpose(0, 1)

@@ -79,6 +79,7 @@ class AttentionStep:
         slots: [num_rows] int64, each row's place in `block_table`.
         block_table: [slots, blocks] int32 or int64.
         groups: the rows, in order.
+        starts: [slots] int64, by slot: a row sees no position below its own; None sees all.
     """
 
     write_blocks: Tensor
@@ -89,6 +90,7 @@ class AttentionStep:
     slots: Tensor
     block_table: Tensor
     groups: tuple[AttentionGroup, ...]
+    starts: Tensor | None = None
     _tables: dict[AttentionGroup, Tensor] = field(init=False, default_factory=dict)
     _masks: dict[tuple[AttentionGroup, int | None], Tensor] = field(init=False, default_factory=dict)
 
@@ -104,7 +106,8 @@ class AttentionStep:
         key = (group, sliding_window)
         if key not in self._masks:
             positions = self.positions[group.tokens].view(group.num_rows, group.num_query)
-            self._masks[key] = attention_mask(positions, num_positions, sliding_window)
+            starts = None if self.starts is None else self.starts[self.slots[group.rows]]
+            self._masks[key] = attention_mask(positions, num_positions, sliding_window, starts)
         return self._masks[key]
 
 
@@ -204,6 +207,7 @@ def _attend_on_cpu(
         sliding_window=options.sliding_window,
         softcap=options.softcap,
         sinks=None if options.sinks is None else options.sinks.float(),
+        starts=step.starts,
     )
 
 
@@ -235,6 +239,7 @@ def attend_on_cuda(
             sliding_window=options.sliding_window,
             softcap=options.softcap,
             sinks=options.sinks,
+            starts=step.starts,
             split_span=split_span,
         )
     return output

@@ -1,7 +1,7 @@
 """Inputs of the kernels: rows of a batch whose KV lies in shuffled blocks, surrounded by poison."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,20 @@ class AttentionInputs:
         """What the twin computes, in another type if one is given; NaN for tokens of no row."""
         query = self.query if dtype is None else self.query.to(dtype)
         return reference.paged_attention(query, self.clean_layer, **self.rows(), scaling=scaling, **options)  # type: ignore[arg-type]
+
+
+def starting_at(inputs: AttentionInputs, starts: Sequence[int]) -> tuple[AttentionInputs, Tensor]:
+    """The same rows, each seeing nothing below its start: NaN there in the layer, and `starts` by slot."""
+    block_size = inputs.layer.shape[2]
+    by_slot = torch.zeros(len(inputs.block_table), dtype=torch.int64, device=inputs.layer.device)
+    layer = inputs.layer.float()
+    for slot, start in zip(inputs.slots.tolist(), starts, strict=True):
+        by_slot[slot] = start
+        place = torch.arange(min(start, inputs.context_bound - 1), device=layer.device)
+        place = place[place // block_size < inputs.block_table.shape[1]]
+        blocks = inputs.block_table[slot, place // block_size].long()
+        layer[blocks, :, place % block_size] = torch.nan
+    return replace(inputs, layer=layer.to(inputs.layer.dtype)), by_slot
 
 
 def attention_inputs(

@@ -58,12 +58,16 @@ def slow_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    start: int = 0,
 ) -> Tensor:
     """One head, [num_query, d] against [length, d]; the queries are the last positions."""
     outputs = []
     for i, q in enumerate(query):
         position = len(keys) - len(query) + i
-        first = 0 if window is None else max(0, position + 1 - window)
+        first = start if window is None else max(start, position + 1 - window)
+        if first > position:
+            outputs.append(torch.zeros_like(q))
+            continue
         scores = [float(q @ keys[j]) * scaling for j in range(first, position + 1)]
         if softcap is not None:
             scores = [softcap * math.tanh(score / softcap) for score in scores]
@@ -79,6 +83,8 @@ OPTIONS = [
     {"softcap": 0.7},
     {"sinks": True},
     {"window": 3, "softcap": 2.0, "sinks": True},
+    {"start": 2},
+    {"start": 17, "softcap": 2.0, "sinks": True},
 ]
 
 
@@ -131,6 +137,7 @@ def test_paged_attention_equals_an_explicit_softmax(
         write_offsets=torch.tensor(write_offsets, device=device_name),
         positions=positions.flatten(),
         groups=(AttentionGroup(0, len(lengths), 0, num_query, max_blocks * BLOCK),),
+        starts=torch.full_like(table[:, 0], options["start"]) if "start" in options else None,
         **rows_of(table, num_query),
     )
     window, softcap = options.get("window"), options.get("softcap")
@@ -160,6 +167,7 @@ def test_paged_attention_equals_an_explicit_softmax(
                 window,  # type: ignore[arg-type]
                 softcap,
                 None if sinks is None else sinks[head],
+                options.get("start", 0),  # type: ignore[arg-type]
             )
             got = output[0, row * num_query : row * num_query + num_new, head].cpu()
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)

@@ -59,6 +59,7 @@ class Shape:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    starts: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         changed = (f"{name}={value}" for name, value in vars(self).items() if value != getattr(Shape, name, None))
@@ -95,20 +96,30 @@ class Batch:
         query = torch.randn(shape.heads, len(self.positions), shape.head_dim, generator=generator)
         self.query = (2 * query).to(shape.query_dtype).transpose(0, 1)
         self.sinks = torch.linspace(-2, 4, shape.heads) if shape.has_sinks else None
+        self.starts = None
+        if shape.starts is not None:
+            self.starts = torch.zeros(len(self.table), dtype=torch.int64)
+            self.starts[self.slots] = torch.tensor(shape.starts)
+            self.layer[0] = torch.nan
+            for slot, start in zip(self.slots.tolist(), shape.starts, strict=True):
+                self.table[slot, : start // shape.block_size] = 0  # one touch would show
 
     def attend(self, **changes: Any) -> Tensor:
         """By the operator."""
         names = ("query", "layer", "first_token", "num_query", "slots", "positions")
         arguments = {name: getattr(self, name) for name in names} | {"block_table": self.table, "scaling": 0.125}
         options = {"sliding_window": self.shape.window, "softcap": self.shape.softcap, "sinks": self.sinks}
+        options["starts"] = self.starts
         return cpu_attention.paged_attention(**(arguments | options | changes))
 
     def expected(self) -> Tensor:
         """By the twin, row by row in float64."""
         outputs = []
-        for kv, first, count in zip(self.kv, self.first_token.tolist(), self.num_query.tolist(), strict=True):
+        rows = zip(self.kv, self.first_token.tolist(), self.num_query.tolist(), self.slots, strict=True)
+        for kv, first, count, slot in rows:
             tokens = slice(first, first + count)
-            mask = attention_mask(self.positions[None, tokens], len(kv), self.shape.window)
+            start = None if self.starts is None else self.starts[slot, None]
+            mask = attention_mask(self.positions[None, tokens], len(kv), self.shape.window, start)
             key, value = kv.double().transpose(0, 1)[None].chunk(2, -1)
             query = self.query[tokens].double().transpose(0, 1)[None]
             options = {"softcap": self.shape.softcap, "sinks": self.sinks}
@@ -138,6 +149,11 @@ SHAPES = [
     *in_all_types(*(Shape(((700, 5), (1100, 1), (200, 150), (3, 1)), window=w) for w in (1, 5, 64, 100, 600, 5000))),
     *in_all_types(Shape(((700, 5), (40, 40)), softcap=5.0), Shape(((700, 5), (40, 40)), has_sinks=True)),
     *in_all_types(Shape(((700, 5), (40, 40)), window=100, softcap=5.0, has_sinks=True)),
+    # Starts at, before and behind the borders of groups, blocks, tiles and spans; at a row's last token, and behind it.
+    *in_all_types(Shape(tuple((1100, 1) for _ in range(9)), starts=(0, 1, 15, 16, 95, 511, 512, 1099, 1100))),
+    *in_all_types(Shape(((700, 150), (700, 5), (49, 49), (600, 6)), starts=(600, 694, 17, 599), block_size=16)),
+    *in_all_types(Shape(((700, 150), (700, 5), (40, 3)), starts=(600, 650, 39), window=20, softcap=5.0)),
+    *in_all_types(Shape(((700, 150), (700, 5), (40, 3)), starts=(600, 20, 39), window=100, has_sinks=True)),
 ]
 
 
@@ -161,10 +177,11 @@ LONG = (1100, 1100)
 
 
 @pytest.mark.usefixtures("_two_threads")
+@pytest.mark.parametrize("start", [None, 300])
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_company_changes_no_bit(model: Shape) -> None:
+def test_company_changes_no_bit(model: Shape, start: int | None) -> None:
     """Alone, among others, in chunks, with drafts, on one thread or two: the same token, the same bits."""
-    alone = Batch(replace(model, rows=(LONG,)))
+    alone = Batch(replace(model, rows=(LONG,), starts=None if start is None else (start,)))
     whole = alone.attend()
 
     def pieces(ends: Sequence[int]) -> Tensor:
@@ -181,7 +198,8 @@ def test_company_changes_no_bit(model: Shape) -> None:
     torch.set_num_threads(1)
     assert torch.equal(alone.attend(), whole)
     torch.set_num_threads(2)
-    among = Batch(replace(model, rows=((700, 1), LONG, (3, 3), (1300, 6))))
+    starts = None if start is None else (699, start, 5, 0)
+    among = Batch(replace(model, rows=((700, 1), LONG, (3, 3), (1300, 6)), starts=starts))
     among.layer[among.table[3, :35].long()] = alone.layer[alone.table[1, :35].long()]
     among.query[1:1101] = alone.query
     assert torch.equal(among.attend()[1:1101], whole)
@@ -206,6 +224,19 @@ def test_padding_is_harmless(window: int | None) -> None:
     outside = batch.attend(**layout)
     assert torch.equal(outside[real], plain)
     assert outside[~real].count_nonzero() == 0
+
+
+def test_a_start_is_as_if_nothing_had_been_before() -> None:
+    """Keys below it do not count; tokens below it, padding among them, come to 0."""
+    batch = Batch(Shape(((600, 200), (70, 70)), starts=(512, 0)))
+    output = batch.attend()
+    assert output[: 512 - 400].count_nonzero() == 0
+    assert torch.equal(output[200:], batch.attend(starts=None)[200:])
+    moved = {"positions": batch.positions.clone(), "block_table": batch.table.clone()}
+    moved["positions"][:200] -= 512
+    moved["block_table"][2, :3] = batch.table[2, 16:19]
+    one_row = {"first_token": torch.tensor([112]), "num_query": torch.tensor([88]), "slots": batch.slots[:1]}
+    assert torch.equal(batch.attend(**moved, **one_row, starts=None)[112:200], output[112:200])
 
 
 def test_rows_without_tokens_and_steps_without_rows() -> None:
@@ -249,6 +280,8 @@ def test_a_broken_query_stays_with_itself() -> None:
         ({"query": torch.zeros(3, 4, 24), "layer": torch.zeros(4, 2, 32, 48)}, "head_dim is 24"),
         ({"layer": torch.zeros(4, 2, 8, 128)}, "block size is 8"),
         ({"sinks": torch.zeros(3)}, "sinks must be a float32 number per head"),
+        ({"starts": torch.zeros(2).long()}, "starts must have 3 elements"),
+        ({"starts": torch.tensor([0, 0, -1])}, "slot 2 starts at -1"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Tensor], message: str) -> None:
@@ -309,9 +342,9 @@ def test_nothing_is_written_where_there_is_nothing(blocks: list[int], offsets: l
 
 def test_torch_knows_what_the_operators_do() -> None:
     """Schemas, declared mutation and shapes are those of the real thing."""
-    batch = Batch(Shape(((70, 4), (530, 1)), query_dtype=BF16, kv_dtype=BF16, window=64))
+    batch = Batch(Shape(((70, 4), (530, 1)), query_dtype=BF16, kv_dtype=BF16, window=64, starts=(3, 500)))
     layout = (batch.first_token, batch.num_query, batch.slots, batch.positions, batch.table)
-    arguments = (batch.query, batch.layer.contiguous(), *layout, 0.125, 64, None, None)
+    arguments = (batch.query, batch.layer.contiguous(), *layout, 0.125, 64, None, None, batch.starts)
     torch.library.opcheck(torch.ops.outrider.cpu_paged_attention.default, arguments)
     key = torch.randn(4, 2, 64)
     torch.library.opcheck(

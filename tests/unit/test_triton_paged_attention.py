@@ -12,7 +12,7 @@ from server.kernels import paged_attention as module
 from server.kernels.attention_tiling import LONG_PROGRAMS, SHORT_PROGRAMS, choose_num_splits, choose_tiling
 from server.kernels.jit import INTERPRETER_MULTIPROCESSORS
 from server.kernels.paged_attention import paged_attention
-from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
+from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at
 
 UNTOUCHED = 7.0
 
@@ -98,6 +98,22 @@ def test_options(kernel_device: str, num_query: int, num_splits: int | None, opt
     check(inputs, num_splits=num_splits, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"sliding_window": 40}, {"split_span": 128}], ids=str)
+@pytest.mark.parametrize(("num_query", "num_splits"), [(2, 1), (2, 8), (37, None)])
+def test_nothing_is_seen_or_read_below_a_start(
+    kernel_device: str, num_query: int, num_splits: int | None, options: dict[str, Any]
+) -> None:
+    """Starts within tiles and at their edge, at a row's last token, behind all of them, and none."""
+    rows = [(130, num_query), (200, num_query), (96, num_query), (40, num_query), (150, num_query)]
+    inputs = attention_inputs(rows, heads=4, kv_heads=2, head_dim=16, block_size=16, device=kernel_device, padding=1)
+    inputs, starts = starting_at(inputs, (95, 32, 95, 40, 0))
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-1, 2, 4, device=kernel_device)}
+    check(inputs, num_splits=num_splits, starts=starts, **options)
+    first = int(inputs.first_token[3])
+    assert attend(inputs, starts=starts, **options)[first : first + num_query].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 8}], ids=str)
 @pytest.mark.parametrize("num_query", [2, 20])
 def test_padding_behind_a_row_s_tokens_does_no_harm(
@@ -144,11 +160,15 @@ def test_splits_of_a_fixed_span(kernel_device: str, options: dict[str, Any]) -> 
     check(inputs, split_span=128, **options)
 
 
-def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_device: str) -> None:
+@pytest.mark.parametrize("start", [None, 150])
+def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_device: str, start: int | None) -> None:
     inputs = attention_inputs(
         [(300, 40), (200, 3)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device
     )
-    together = attend(inputs, split_span=128)
+    starts = None
+    if start is not None:
+        inputs, starts = starting_at(inputs, (start, 0))
+    together = attend(inputs, split_span=128, starts=starts)
     one = torch.ones_like(inputs.num_query[:1])
     for token in (0, 2, 39):  # of the prompt's last 40
         alone = replace(
@@ -159,7 +179,7 @@ def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_d
             max_num_query=1,
             context_bound=2048,
         )
-        assert torch.equal(attend(alone, split_span=128)[token], together[token])
+        assert torch.equal(attend(alone, split_span=128, starts=starts)[token], together[token])
 
 
 def test_the_operator_declares_what_it_changes(kernel_device: str) -> None:
