@@ -29,7 +29,7 @@ from server.kernels.truncate import truncate
 from server.kernels.noise import Stream, gumbel
 from tests.fakes.drafted_chain import assert_drawn_from, chain, generate
 from tests.fakes.drafts import draft_inputs
-from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs
+from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at
 from tests.fakes.truncation import check_truncated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
@@ -101,6 +101,9 @@ CASES = [
     Case("window in verification", [(5000, 6), (100, 6)], options={"sliding_window": 128}, padding=2),
     Case("softcap and window, heads of 256", [(5000, 2)], 8, 4, 256, options={"softcap": 50.0, "sliding_window": 4096}),
     Case("sinks and window", [(5000, 1), (9, 1)], 64, 8, 64, options={"sinks": True, "sliding_window": 128}),
+    Case("starts", [(5000, 1), (2000, 1), (100, 1), (8192, 1)], options={"starts": (4000, 1999, 17, 0)}),
+    Case("starts, verification", [(5000, 6), (2000, 6), (100, 6)], options={"starts": (4990, 1996, 200)}, padding=2),
+    Case("starts, prompt", [(3000, 3000), (600, 600)], options={"starts": (2000, 7)}),
     Case("prompt, 8B", [(2048, 2048)]),
     Case("prompts of several lengths", [(513, 513), (17, 17), (2000, 2000), (128, 128)]),
     Case("chunk of a long prompt", [(8192, 2048)]),
@@ -152,6 +155,8 @@ def test_attention_equals_its_twin_and_itself(case: Case) -> None:
     options = dict(case.options)
     if options.get("sinks"):
         options["sinks"] = torch.linspace(-2, 3, case.heads, device=DEVICE)
+    if "starts" in options:
+        inputs, options["starts"] = starting_at(inputs, options["starts"])
     found = attend(inputs, **options)
     expected = inputs.expected(SCALING, torch.float64, **options)
     assert torch.equal(found.isnan(), expected.isnan()), "read poison, or left a token out"
