@@ -15,7 +15,8 @@ class StepFinished:
     """One step has settled; `duration_s` runs from launch to settle.
 
     `lock_wait_s` is what the step thread lost to the interpreter lock since the step before, waits for
-    requests left out: an upper bound, see server/engine/lock_wait.py.
+    requests left out: an upper bound, see server/engine/lock_wait.py. `draft_s` went into proposing drafts;
+    `verify_s` is the rest of a step that verified some, without what it overlaps with the step before, else 0.
     """
 
     duration_s: float
@@ -23,6 +24,8 @@ class StepFinished:
     num_query_tokens: int
     num_generated_tokens: int
     lock_wait_s: float
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

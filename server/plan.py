@@ -98,9 +98,14 @@ class RowResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The rows of a plan, settled, in any order."""
+    """The rows of a plan, settled, in any order.
+
+    Attributes:
+        draft_s: how long proposing drafts for the step after it took.
+    """
 
     rows: tuple[RowResult, ...]
+    draft_s: float = 0.0
 
 
 class Executor(Protocol):

@@ -331,7 +331,7 @@ class NativeEngine:
                 raise
             message = f"the step failed: {type(error).__name__}"
             result = StepResult(tuple(RowResult(row.seq_id, row.epoch, error=message) for row in plan.rows))
-        self._scheduler.update(result)
+        step_time = self._scheduler.update(result)
         blocked_before_s, self._blocked_s = self._blocked_s, self._blocked_clock()
         self._bus.publish(
             StepFinished(
@@ -341,6 +341,8 @@ class NativeEngine:
                 num_generated_tokens=sum([len(row.token_ids) for row in result.rows]),
                 # Clocks of different grain may differ by a little when nothing was waited for.
                 lock_wait_s=max(0.0, self._blocked_s - blocked_before_s),
+                draft_s=step_time.draft_s,
+                verify_s=step_time.verify_s,
             )
         )
 

@@ -53,8 +53,7 @@ class Choice:
         if self._first_token_s is None:
             self._first_token_s = output.settled_s
         self._last_token_s = output.settled_s
-        if output.num_drafted:
-            self._speculation.add(output.num_drafted, output.num_accepted)
+        self._speculation.add(output.num_drafted, output.num_accepted, output.step_time)
 
     def finished(self, reason: FinishReason, stop_reason: int | str | None, now: float) -> Finished:
         """The closing event."""

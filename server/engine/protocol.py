@@ -5,7 +5,7 @@ values cross it.
 """
 
 import enum
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,6 +86,8 @@ class SpeculationStats:
         acceptance_histogram: those by how many they accepted, from 0 to the request's most; empty if it had none.
         proposed_per_step, accepted_per_step: drafts of each such step, where the request wants to know.
         is_synthetic: whether drafts were accepted at configured rates, whatever the model said.
+        draft_s: how long the steps that the choice was in spent proposing drafts, for all that was in them.
+        verify_s: how long those of them took besides that verified drafts of it.
     """
 
     num_spec_steps: int = 0
@@ -95,6 +97,13 @@ class SpeculationStats:
     proposed_per_step: tuple[int, ...] = ()
     accepted_per_step: tuple[int, ...] = ()
     is_synthetic: bool = False
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most drafts that a step of it could have; 0 if it was not to be drafted for."""
+        return max(0, len(self.acceptance_histogram) - 1)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -140,6 +149,18 @@ class EngineStatistics:
     num_steps: int = 0
     draft_tokens_per_position: tuple[int, ...] = field(default=())
     accepted_tokens_per_position: tuple[int, ...] = field(default=())
+    steps_per_draft_limit: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    num_draft_steps: int = 0
+    num_verify_steps: int = 0
+    speculation_advice: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """The share of verified draft tokens that were accepted; 0 if there was none."""
+        num_drafted = sum(self.draft_tokens_per_position)
+        return sum(self.accepted_tokens_per_position) / num_drafted if num_drafted else 0.0
 
 
 class RequestStream(Protocol):

@@ -2,6 +2,7 @@
 
 from server.engine.protocol import SpeculationStats
 from server.request import SpeculationOptions
+from server.scheduler.statistics import StepTime
 
 
 class SpeculationLog:
@@ -15,9 +16,14 @@ class SpeculationLog:
         self._proposed: list[int] = []
         self._accepted: list[int] = []
         self._num_drafted = 0
+        self._draft_s = self._verify_s = 0.0
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a step. Args: num_drafted: at least one."""
+    def add(self, num_drafted: int, num_accepted: int, step_time: StepTime) -> None:
+        """Count a step that brought tokens; one without drafts of this choice may have proposed some for the next."""
+        self._draft_s += step_time.draft_s
+        if num_drafted == 0:
+            return
+        self._verify_s += step_time.verify_s
         self._num_drafted += num_drafted
         if num_accepted >= len(self._histogram):  # of a request that was not given its bounds
             self._histogram += [0] * (1 + num_accepted - len(self._histogram))
@@ -37,4 +43,6 @@ class SpeculationLog:
             proposed_per_step=tuple(self._proposed),
             accepted_per_step=tuple(self._accepted),
             is_synthetic=self._is_synthetic and num_steps > 0,
+            draft_s=self._draft_s,
+            verify_s=self._verify_s,
         )

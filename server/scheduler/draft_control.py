@@ -37,9 +37,9 @@ class DraftControl:
         self._last_settled_s = 0.0
 
     @property
-    def is_adaptive(self) -> bool:
-        """Whether the policy verifies fewer drafts where they do not pay."""
-        return self._policy.is_adaptive
+    def policy(self) -> DraftPolicy:
+        """What decides."""
+        return self._policy
 
     def use(self, policy: DraftPolicy) -> None:
         """Decide by another policy from the next step on; steps under way settle with the one they were launched by."""

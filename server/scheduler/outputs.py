@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from server.engine.protocol import FinishReason, PositionLogprobs
 from server.request import Request
+from server.scheduler.statistics import StepTime
 
 
 class Failure(enum.Enum):
@@ -24,6 +25,7 @@ class SequenceOutput(NamedTuple):
         scheduled_s, settled_s: when the choice was first scheduled and when this step settled, on
             the engine's clock; scheduled_s is None for a choice that never was.
         num_drafted, num_accepted: draft tokens this step verified and accepted.
+        step_time: what speculation made of this step's time.
         prompt_logprobs: all of them, once, with the request's first output that has tokens.
         failure, error: set where the whole request ends with an error.
     """
@@ -38,6 +40,7 @@ class SequenceOutput(NamedTuple):
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     num_drafted: int = 0
     num_accepted: int = 0
+    step_time: StepTime = StepTime()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     failure: Failure | None = None

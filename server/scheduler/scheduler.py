@@ -20,7 +20,8 @@ from server.scheduler.draft_control import DraftControl
 from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.sequence import InFlight, Sequence
-from server.scheduler.statistics import Counters
+from server.scheduler.speculation_watch import SpeculationWatch
+from server.scheduler.statistics import Counters, StepTime
 from server.scheduler.stop_rules import apply_stop_rules
 from server.scheduler.waiting import WaitingQueue
 
@@ -61,7 +62,13 @@ class Scheduler:
         self._drafts = DraftControl(draft_policy or FixedPolicy(model_info.num_speculative_tokens))
         self._earliest_deadline_s = math.inf
         self._outputs: list[SequenceOutput] = []
+        self._watch = SpeculationWatch(self.counters)
         self.holds_admission = False
+
+    @property
+    def drafts(self) -> DraftControl:
+        """Decides how many drafts are verified; to be changed between two steps only."""
+        return self._drafts
 
     # -- requests come and go --------------------------------------------------------------
 
@@ -194,9 +201,16 @@ class Scheduler:
 
     # -- a step has settled ----------------------------------------------------------------
 
-    def update(self, result: StepResult) -> None:
-        """Take in a settled step: append tokens, publish full blocks, end what has ended."""
+    def update(self, result: StepResult) -> StepTime:
+        """Take in a settled step: append tokens, publish full blocks, end what has ended.
+
+        Returns: what speculation made of the step's time.
+        """
         now = self._clock()
+        duration_s, draft_limit = self._drafts.settling(now)
+        is_verifying = any(row.num_drafted for row in result.rows)
+        draft_s = min(result.draft_s, duration_s)  # they are of different clocks
+        step_time = StepTime(draft_s, duration_s - draft_s if is_verifying else 0.0)
         for row in result.rows:
             sequence = self._by_id.get(row.seq_id)
             if sequence is None:  # ended while in flight
@@ -211,14 +225,19 @@ class Scheduler:
             if row.prompt_logprobs:
                 sequence.prompt_logprobs += row.prompt_logprobs
             if launched.is_sampling:
-                self._settle_tokens(sequence, launched, row, now)
+                self._settle_tokens(sequence, launched, row, now, step_time)
             else:
                 sequence.settle_chunk(launched)
                 self._outputs.append(self._output(sequence, now))  # the caller learns that it was started
                 self._publish(sequence)
         self._drafts.settle_step(now)
+        self.counters.count_step(draft_limit, step_time, is_verifying=is_verifying)
+        self._watch.settle_step(duration_s, step_time, is_verifying=is_verifying, policy=self._drafts.policy)
+        return step_time
 
-    def _settle_tokens(self, sequence: Sequence, launched: InFlight, row: RowResult, now: float) -> None:
+    def _settle_tokens(
+        self, sequence: Sequence, launched: InFlight, row: RowResult, now: float, step_time: StepTime
+    ) -> None:
         is_first = len(sequence.token_ids) == sequence.num_prompt
         token_ids, reason = apply_stop_rules(sequence, row.token_ids)
         num_kept = len(token_ids)
@@ -244,6 +263,7 @@ class Scheduler:
             tuple(sequence.prompt_logprobs) if is_first else (),
             row.num_drafted,
             num_accepted,
+            step_time,
         )
         if reason is not None:
             stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
@@ -327,6 +347,12 @@ class Scheduler:
             num_steps=counters.num_steps,
             draft_tokens_per_position=counters.drafted,
             accepted_tokens_per_position=counters.accepted,
+            steps_per_draft_limit=counters.steps_per_draft_limit,
+            draft_seconds=counters.draft_s,
+            verify_seconds=counters.verify_s,
+            num_draft_steps=counters.num_draft_steps,
+            num_verify_steps=counters.num_verify_steps,
+            speculation_advice=self._watch.advice if self._drafts.is_on else {},
         )
 
     def check_integrity(self) -> None:

@@ -3,11 +3,29 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
+
+
+class StepTime(NamedTuple):
+    """What speculation made of a step's seconds; a step lasts from when the one before it settled, or its launch.
+
+    Attributes:
+        draft_s: went into proposing drafts for the step after it.
+        verify_s: all others, of a step that verified drafts; 0 for one that did not.
+    """
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start; read through Scheduler.statistics()."""
+    """Counts since the start; read through Scheduler.statistics().
+
+    Attributes:
+        draft_s, num_draft_steps: time spent proposing, and in how many steps.
+        verify_s, num_verify_steps: time of the steps that verified drafts less their draft_s, and their number.
+    """
 
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -15,15 +33,26 @@ class Counters:
     generation_tokens: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    num_draft_steps: int = 0
+    num_verify_steps: int = 0
     _rows_drafted: list[int] = field(default_factory=lambda: [0])
     _rows_accepted: list[int] = field(default_factory=lambda: [0])
+    _steps_by_limit: list[int] = field(default_factory=lambda: [0])
 
     def count_drafts(self, num_drafted: int, num_accepted: int) -> None:
         """Add one row's drafts."""
-        for rows, number in ((self._rows_drafted, num_drafted), (self._rows_accepted, num_accepted)):
-            if number >= len(rows):
-                rows.extend([0] * (1 + number - len(rows)))
-            rows[number] += 1
+        _count(self._rows_drafted, num_drafted)
+        _count(self._rows_accepted, num_accepted)
+
+    def count_step(self, draft_limit: int, step_time: StepTime, *, is_verifying: bool) -> None:
+        """Add a settled step, whose rows were to verify so many drafts at most."""
+        _count(self._steps_by_limit, draft_limit)
+        self.draft_s += step_time.draft_s
+        self.verify_s += step_time.verify_s
+        self.num_draft_steps += step_time.draft_s > 0
+        self.num_verify_steps += is_verifying
 
     @property
     def drafted(self) -> tuple[int, ...]:
@@ -34,6 +63,17 @@ class Counters:
     def accepted(self) -> tuple[int, ...]:
         """Drafts that were accepted, by position."""
         return _by_position(self._rows_accepted)
+
+    @property
+    def steps_per_draft_limit(self) -> tuple[int, ...]:
+        """Settled steps by the most drafts that their rows were to verify, from 0."""
+        return tuple(self._steps_by_limit)
+
+
+def _count(counts: list[int], number: int) -> None:
+    if number >= len(counts):
+        counts.extend([0] * (1 + number - len(counts)))
+    counts[number] += 1
 
 
 def _by_position(rows: Sequence[int]) -> tuple[int, ...]:

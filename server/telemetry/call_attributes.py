@@ -14,7 +14,7 @@ GENERATE = "Generate"
 # the caller's own doing, such as INVALID_ARGUMENT or CANCELLED.
 _SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
-AttributeValue = str | int | float | bool | list[str]
+AttributeValue = str | int | float | bool | list[str] | list[int]
 
 
 def is_server_error(status: str) -> bool:

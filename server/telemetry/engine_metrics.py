@@ -26,6 +26,12 @@ _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
         "Share of the KV blocks that sequences reference.",
         lambda s: 1 - s.kv_blocks_free / s.kv_blocks_total if s.kv_blocks_total else 0.0,
     ),
+    (
+        "outrider_draft_acceptance_ratio",
+        "1",
+        "Share of the verified draft tokens that were accepted, since the start.",
+        lambda s: s.draft_acceptance_rate,
+    ),
 )
 
 _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
@@ -42,16 +48,27 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("outrider_steps", "{step}", "Steps the worker has run.", lambda s: s.num_steps),
 )
 
-_POSITION_COUNTERS: tuple[tuple[str, str, _ReadMany], ...] = (
+_LIST_COUNTERS: tuple[tuple[str, str, str, str, _ReadMany], ...] = (
     (
         "outrider_draft_tokens",
+        "{token}",
+        "position",
         "Draft tokens verified, by position in the draft, from 0.",
         lambda s: s.draft_tokens_per_position,
     ),
     (
         "outrider_accepted_draft_tokens",
+        "{token}",
+        "position",
         "Draft tokens accepted, by position in the draft, from 0.",
         lambda s: s.accepted_tokens_per_position,
+    ),
+    (
+        "outrider_speculation_steps",
+        "{step}",
+        "num_speculative_tokens",
+        "Settled steps, by the most draft tokens that a row was to verify; 0 is speculation off.",
+        lambda s: s.steps_per_draft_limit,
     ),
 )
 
@@ -66,8 +83,14 @@ def observe_engine(meter: Meter, statistics: Callable[[], EngineStatistics]) -> 
         meter.create_observable_gauge(name, [_observe(statistics, read)], unit, description)
     for name, unit, description, read in _COUNTERS:
         meter.create_observable_counter(name, [_observe(statistics, read)], unit, description)
-    for name, description, read_many in _POSITION_COUNTERS:
-        meter.create_observable_counter(name, [_observe_positions(statistics, read_many)], "{token}", description)
+    for name, unit, attribute, description, read_many in _LIST_COUNTERS:
+        meter.create_observable_counter(name, [_observe_list(statistics, attribute, read_many)], unit, description)
+    meter.create_observable_gauge(
+        "outrider_speculation_advice",
+        [_observe_advice(statistics)],
+        "{problem}",
+        "1 while speculation does not pay as it should, with what is wrong (problem) and what to do (change).",
+    )
 
 
 def count_dropped_events(meter: Meter, num_dropped: Callable[[], int]) -> None:
@@ -87,9 +110,17 @@ def _observe(statistics: Callable[[], EngineStatistics], read: _Read) -> _Callba
     return callback
 
 
-def _observe_positions(statistics: Callable[[], EngineStatistics], read: _ReadMany) -> _Callback:
+def _observe_list(statistics: Callable[[], EngineStatistics], attribute: str, read: _ReadMany) -> _Callback:
     def callback(_options: CallbackOptions) -> Iterable[Observation]:
-        for position, count in enumerate(read(statistics())):
-            yield Observation(count, {"position": position})
+        for index, count in enumerate(read(statistics())):
+            yield Observation(count, {attribute: index})
+
+    return callback
+
+
+def _observe_advice(statistics: Callable[[], EngineStatistics]) -> _Callback:
+    def callback(_options: CallbackOptions) -> Iterable[Observation]:
+        for problem, change in statistics().speculation_advice.items():
+            yield Observation(1, {"problem": problem, "change": change})
 
     return callback

@@ -15,6 +15,7 @@ _TPOT_BOUNDS = (
     *(0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075),
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
+_DRAFT_BOUNDS = (0.00002, 0.00005, 0.0001, *_TPOT_BOUNDS)
 # Up to 5 ms it is other threads' turns of the lock, beyond that a thread that holds it longer or has no core.
 _LOCK_WAIT_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 _DURATION_BOUNDS = tuple(0.01 * 2**i for i in range(14))
@@ -64,11 +65,24 @@ class EventMetrics:
             _LOCK_WAIT_BOUNDS,
         )
 
+        self._draft_time = histogram(
+            "outrider_draft_time", "Time spent proposing draft tokens, per step that proposed some.", _DRAFT_BOUNDS
+        )
+        self._verify_time = histogram(
+            "outrider_verify_time",
+            "Time of a step that verified draft tokens, without the time spent proposing.",
+            _TPOT_BOUNDS,
+        )
+
     def __call__(self, event: Event) -> None:
         """Record whatever the event reports."""
         if isinstance(event, StepFinished):
             self._step_duration.record(event.duration_s)
             self._step_lock_wait.record(event.lock_wait_s)
+            if event.draft_s > 0:
+                self._draft_time.record(event.draft_s)
+            if event.verify_s > 0:
+                self._verify_time.record(event.verify_s)
         elif isinstance(event, TokensStreamed):
             self._record_gap(event)
         else:

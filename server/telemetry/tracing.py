@@ -1,5 +1,8 @@
 """One server span per call, with the phases of each choice as its children."""
 
+from collections.abc import Iterable
+from itertools import zip_longest
+
 import grpc
 from opentelemetry.context import Context
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
@@ -7,7 +10,7 @@ from opentelemetry.semconv._incubating.attributes import rpc_attributes as rpc
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from server.engine.protocol import Finished
+from server.engine.protocol import Finished, SpeculationStats
 from server.events import CallFinished, Event
 from server.telemetry.call_attributes import (
     GENERATE,
@@ -104,15 +107,35 @@ def _generation_attributes(call: CallFinished) -> dict[str, AttributeValue]:
     if call.request_id:
         attributes[gen_ai.GEN_AI_RESPONSE_ID] = call.request_id
     if call.choices:
-        speculation = [choice.speculation for choice in call.choices]
         attributes |= {
             gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: [choice.finish_reason.value for choice in call.choices],
             gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: call.choices[0].num_cached_tokens,
-            "outrider.speculation.steps": sum(stats.num_spec_steps for stats in speculation),
-            "outrider.speculation.draft_tokens": sum(stats.num_draft_tokens for stats in speculation),
-            "outrider.speculation.accepted_tokens": sum(stats.num_accepted_draft_tokens for stats in speculation),
+            **_speculation_attributes(_sum(choice.speculation for choice in call.choices)),
         }
     return attributes
+
+
+def _sum(choices: Iterable[SpeculationStats]) -> SpeculationStats:
+    """What all choices come to. Their times are left out: choices share steps."""
+    stats = list(choices)
+    histograms = zip_longest(*(each.acceptance_histogram for each in stats), fillvalue=0)
+    return SpeculationStats(
+        num_spec_steps=sum(each.num_spec_steps for each in stats),
+        num_draft_tokens=sum(each.num_draft_tokens for each in stats),
+        num_accepted_draft_tokens=sum(each.num_accepted_draft_tokens for each in stats),
+        acceptance_histogram=tuple(map(sum, histograms)),
+    )
+
+
+def _speculation_attributes(stats: SpeculationStats) -> dict[str, AttributeValue]:
+    return {
+        "outrider.speculation.steps": stats.num_spec_steps,
+        "outrider.speculation.draft_tokens": stats.num_draft_tokens,
+        "outrider.speculation.accepted_tokens": stats.num_accepted_draft_tokens,
+        "outrider.speculation.mean_acceptance_length": stats.mean_acceptance_length,
+        "outrider.speculation.draft_acceptance_rate": stats.draft_acceptance_rate,
+        "outrider.speculation.num_speculative_tokens": stats.num_speculative_tokens,
+    }
 
 
 def _prefill_attributes(choice: Finished) -> dict[str, AttributeValue]:
@@ -126,9 +149,10 @@ def _decode_attributes(choice: Finished) -> dict[str, AttributeValue]:
     attributes: dict[str, AttributeValue] = {
         gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: choice.num_completion_tokens,
         gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: [choice.finish_reason.value],
-        "outrider.speculation.steps": choice.speculation.num_spec_steps,
-        "outrider.speculation.draft_tokens": choice.speculation.num_draft_tokens,
-        "outrider.speculation.accepted_tokens": choice.speculation.num_accepted_draft_tokens,
+        **_speculation_attributes(choice.speculation),
+        "outrider.speculation.acceptance_histogram": list(choice.speculation.acceptance_histogram),
+        "outrider.speculation.draft_seconds": choice.speculation.draft_s,
+        "outrider.speculation.verify_seconds": choice.speculation.verify_s,
     }
     if choice.stop_reason is not None:
         attributes["outrider.stop_reason"] = choice.stop_reason

@@ -28,6 +28,8 @@ STATISTICS = EngineStatistics(
     num_steps=321,
     draft_tokens_per_position=(90, 60, 30),
     accepted_tokens_per_position=(70, 40, 10),
+    steps_per_draft_limit=(200, 0, 21, 100),
+    speculation_advice={"slow_drafts": "change_method"},
 )
 
 
@@ -56,7 +58,14 @@ def finished(
         num_completion_tokens=num_completion_tokens,
         num_cached_tokens=16,
         timing=Timing(queue_s, prefill_s, decode_s, queue_s + prefill_s, queue_s + prefill_s + decode_s),
-        speculation=SpeculationStats(num_spec_steps=4, num_draft_tokens=12, num_accepted_draft_tokens=5),
+        speculation=SpeculationStats(
+            num_spec_steps=4,
+            num_draft_tokens=12,
+            num_accepted_draft_tokens=5,
+            acceptance_histogram=(1, 2, 0, 1),
+            draft_s=0.125,
+            verify_s=0.5,
+        ),
     )
 
 

@@ -47,6 +47,22 @@ async def test_each_choice_tells_of_its_own_and_the_server_of_all(folder: Path) 
         assert not each.is_synthetic
     assert sum(server.draft_tokens_per_position) == sum(each.num_draft_tokens for each in stats)
     assert sum(server.accepted_tokens_per_position) == sum(each.num_accepted_draft_tokens for each in stats)
+    for position, accepted in enumerate(server.accepted_tokens_per_position):
+        assert accepted == sum(sum(each.acceptance_histogram[position + 1 :]) for each in stats)
+    drafts = sum(each.num_draft_tokens for each in stats)
+    assert server.draft_acceptance_rate == pytest.approx(sum(each.num_accepted_draft_tokens for each in stats) / drafts)
+    assert server.num_verify_steps <= sum(each.num_spec_steps for each in stats)
+
+
+async def test_steps_are_counted_by_the_drafts_they_were_allowed(folder: Path) -> None:
+    async with served_model(folder) as front:
+        alone = await front.client.generate(**OPTIONS, temperature=0)
+        await front.client.generate(**OPTIONS, temperature=0, speculation=False)
+        server = await front.client.stats()
+    stats = alone.choices[0].finished.speculation
+    assert list(server.steps_per_draft_limit) == [0] * K + [server.num_steps]
+    assert server.num_verify_steps == stats.num_spec_steps
+    assert server.verify_seconds > 0
 
 
 @pytest.mark.parametrize("default", ["summary", "detailed"])

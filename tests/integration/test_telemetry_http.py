@@ -19,6 +19,7 @@ from server.events import EventBus, StepFinished, TokensStreamed
 from server.telemetry.pipeline import Telemetry
 from tests.fakes.telemetry import call_finished, engine_with, finished
 
+STEPS = "outrider_speculation_steps_total"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -67,6 +68,11 @@ def scrape(telemetry: Telemetry) -> Samples:
     }
 
 
+def labelled(samples: Samples, name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    """The samples of a metric by their labels."""
+    return {labels: value for (of, labels), value in samples.items() if of == name}
+
+
 def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> None:
     with running(EventBus()) as telemetry:
         samples = scrape(telemetry)
@@ -76,6 +82,7 @@ def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> No
         "outrider_kv_blocks_free": 75,
         "outrider_kv_blocks_total": 100,
         "outrider_kv_usage_ratio": 0.25,
+        "outrider_draft_acceptance_ratio": (70 + 40 + 10) / (90 + 60 + 30),
         "outrider_prefix_query_tokens_total": 1000,
         "outrider_prefix_hit_tokens_total": 640,
         "outrider_prompt_tokens_total": 2000,
@@ -89,6 +96,10 @@ def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> No
         label = (("position", str(position)),)
         assert samples["outrider_draft_tokens_total", label] == drafted
         assert samples["outrider_accepted_draft_tokens_total", label] == accepted
+    steps = {dict(labels)["num_speculative_tokens"]: count for labels, count in labelled(samples, STEPS).items()}
+    assert steps == {"0": 200, "1": 0, "2": 21, "3": 100}
+    advice = (("change", "change_method"), ("problem", "slow_drafts"))
+    assert labelled(samples, "outrider_speculation_advice") == {advice: 1}
 
 
 def test_a_burst_is_spread_over_its_gap_and_labelled() -> None:
@@ -110,6 +121,7 @@ def test_latencies_follow_the_semantic_conventions() -> None:
     bus = EventBus()
     with running(bus) as telemetry:
         bus.publish(StepFinished(0.004, 1, 1, 1, 0.0007))
+        bus.publish(StepFinished(0.004, 1, 4, 2, 0, draft_s=0.00003, verify_s=0.003))
         bus.publish(call_finished(choices=(finished(0, queue_s=0.1), finished(1, queue_s=0.2))))
         bus.publish(call_finished(status="CANCELLED", choices=(finished(queue_s=0.3),)))
         bus.publish(call_finished(method="GetStats", duration_s=0.5))
@@ -129,7 +141,10 @@ def test_latencies_follow_the_semantic_conventions() -> None:
         assert samples["gen_ai_server_request_duration_seconds_count", labels] == 1
     assert samples["outrider_queue_time_seconds_count", ()] == 2
     assert samples["outrider_queue_time_seconds_sum", ()] == pytest.approx(0.4)
-    assert samples["outrider_step_duration_seconds_count", ()] == 1
+    assert samples["outrider_step_duration_seconds_count", ()] == 2
+    for name, duration_s in (("draft", 0.00003), ("verify", 0.003)):
+        assert samples[f"outrider_{name}_time_seconds_count", ()] == 1, "of steps that did"
+        assert samples[f"outrider_{name}_time_seconds_sum", ()] == duration_s
     assert samples["outrider_step_lock_wait_seconds_sum", ()] == 0.0007
     stats = (
         ("rpc_method", "outrider.v1.Inference/GetStats"),

@@ -16,6 +16,16 @@ from server.telemetry.pipeline import Telemetry
 from tests.fakes.otlp_receiver import OtlpReceiver, attributes, running_receiver
 from tests.fakes.telemetry import call_finished, engine_with, finished
 
+SPECULATION = {
+    "outrider.speculation.steps": 4,
+    "outrider.speculation.draft_tokens": 12,
+    "outrider.speculation.accepted_tokens": 5,
+    "outrider.speculation.mean_acceptance_length": 1 + 5 / 4,
+    "outrider.speculation.draft_acceptance_rate": 5 / 12,
+    "outrider.speculation.num_speculative_tokens": 3,
+}
+"""What spans say of one choice of tests.fakes.telemetry."""
+
 
 @pytest.fixture
 def receiver() -> Iterator[OtlpReceiver]:
@@ -61,9 +71,7 @@ def test_a_generation_is_a_server_span_under_its_caller_with_its_phases_below(re
         "gen_ai.usage.input_tokens": 20,
         "gen_ai.usage.output_tokens": 10,
         "gen_ai.usage.cache_read.input_tokens": 16,
-        "outrider.speculation.steps": 4,
-        "outrider.speculation.draft_tokens": 12,
-        "outrider.speculation.accepted_tokens": 5,
+        **SPECULATION,
         "server.port": 50051,
     }
 
@@ -73,7 +81,13 @@ def test_a_generation_is_a_server_span_under_its_caller_with_its_phases_below(re
         for name, c in children.items()
     }
     assert bounds_ms == {"queue": [0, 100], "prefill": [100, 300], "decode": [300, 1200]}
-    assert attributes(children["decode"].attributes)["outrider.speculation.accepted_tokens"] == 5
+    decode = attributes(children["decode"].attributes)
+    assert {name: value for name, value in decode.items() if name.startswith("outrider.speculation.")} == {
+        **SPECULATION,
+        "outrider.speculation.acceptance_histogram": [1, 2, 0, 1],
+        "outrider.speculation.draft_seconds": 0.125,
+        "outrider.speculation.verify_seconds": 0.5,
+    }
     assert receiver.resource["service.name"] == "outrider"
 
 
@@ -123,6 +137,21 @@ def test_phases_that_were_never_reached_have_no_span_and_none_outlasts_the_call(
     phases = [(attributes(s.attributes)["outrider.choice.index"], s.name) for s in receiver.spans if s is not parent]
     assert phases == [(0, "queue"), (1, "queue"), (1, "prefill"), (1, "decode")]
     assert max(span.end_time_unix_nano for span in receiver.spans) == parent.end_time_unix_nano
+
+
+def test_the_call_tells_of_all_its_choices(receiver: OtlpReceiver) -> None:
+    bus = EventBus()
+    telemetry = start(bus, receiver.endpoint)
+    bus.publish(call_finished(choices=(finished(0), finished(1))))
+    telemetry.shutdown(5)
+    [span] = receiver.server_spans()
+    described = attributes(span.attributes)
+    assert {name: described[name] for name in SPECULATION} == {
+        **SPECULATION,
+        "outrider.speculation.steps": 8,
+        "outrider.speculation.draft_tokens": 24,
+        "outrider.speculation.accepted_tokens": 10,
+    }
 
 
 def test_fifty_concurrent_calls_keep_their_own_parents(receiver: OtlpReceiver) -> None:

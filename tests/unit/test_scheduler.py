@@ -10,6 +10,7 @@ from server.plan import StepPlan
 from server.request import SpeculationOptions
 from server.scheduler.draft_policy import Allowance
 from server.scheduler.outputs import Failure
+from server.scheduler.statistics import StepTime
 from tests.fakes.core import Core, make_core, make_request
 from tests.fakes.executor import reference, token_logprobs
 
@@ -397,6 +398,8 @@ def test_held_admission_starts_a_preempted_sequence_again() -> None:
 class _ScriptedPolicy:
     """Allows what the script says, step by step, and keeps what it is told."""
 
+    is_adaptive = False
+
     def __init__(self, script: list[Allowance]) -> None:
         self.script = script
         self.rows: list[tuple[int, int]] = []
@@ -444,6 +447,39 @@ def test_the_policy_learns_how_long_steps_of_decoding_rows_take() -> None:
         core.clock.now_s += duration_s
         core.scheduler.update(core.executor.settle(core.executor.launch(plan)))
     assert policy.steps == [(Allowance(2, 2), 1, duration_s) for duration_s in (0.25, 0.5)]
+
+
+def test_time_is_that_of_proposing_and_of_verifying() -> None:
+    policy = _ScriptedPolicy([Allowance(0, 2), Allowance(2, 2), Allowance(2, 0), Allowance(0, 0)])
+    core = make_core(max_drafts=2, num_blocks=64, draft_policy=policy, accuracy=1.0)
+    core.scheduler.add(make_request("a", range(4), max_tokens=40))
+    times = []
+    for draft_s in (0.25, 0.5, 0.0, 0.0):
+        plan = core.scheduler.schedule()
+        assert plan is not None
+        result = core.executor.settle(core.executor.launch(plan))
+        core.clock.now_s += 2.0
+        times.append(core.scheduler.update(replace(result, draft_s=draft_s)))
+    drafted = [output.num_drafted > 0 for output in core.scheduler.take_outputs()]
+    assert times == [
+        StepTime(spent, 2.0 - spent if is_verifying else 0.0)
+        for spent, is_verifying in zip((0.25, 0.5, 0.0, 0.0), drafted, strict=True)
+    ]
+    statistics = core.scheduler.statistics()
+    assert (statistics.draft_seconds, statistics.num_draft_steps) == (0.75, 2)
+    assert statistics.verify_seconds == sum(verify_s for _, verify_s in times) > 0
+    assert statistics.num_verify_steps == sum(drafted) < 4
+    assert statistics.steps_per_draft_limit == (2, 0, 2)
+
+
+def test_proposing_takes_no_longer_than_the_step() -> None:
+    core = make_core(max_drafts=2)
+    core.scheduler.add(make_request("a", range(4), max_tokens=4))
+    plan = core.scheduler.schedule()
+    assert plan is not None
+    result = core.executor.settle(core.executor.launch(plan))
+    core.clock.now_s += 1.0
+    assert core.scheduler.update(replace(result, draft_s=1.5)).draft_s == 1.0
 
 
 def test_a_request_without_speculation_teaches_nothing() -> None:

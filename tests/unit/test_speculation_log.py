@@ -5,6 +5,7 @@ import pytest
 from server.engine.protocol import SpeculationStats
 from server.engine.speculation_log import SpeculationLog
 from server.request import SpeculationOptions
+from server.scheduler.statistics import StepTime
 
 STEPS = ((4, 2), (4, 4), (1, 0), (3, 2))
 
@@ -12,7 +13,8 @@ STEPS = ((4, 2), (4, 4), (1, 0), (3, 2))
 def stats(**options: object) -> SpeculationStats:
     log = SpeculationLog(SpeculationOptions(**{"num_speculative_tokens": 4, **options}))  # type: ignore[arg-type]
     for num_drafted, num_accepted in STEPS:
-        log.add(num_drafted, num_accepted)
+        log.add(num_drafted, num_accepted, StepTime(0.25, 1.0))
+    log.add(0, 0, StepTime(0.5, 2.0))  # of others
     return log.stats()
 
 
@@ -22,6 +24,8 @@ def test_a_summary_adds_up() -> None:
     assert found.mean_acceptance_length == pytest.approx(1 + 8 / 4)
     assert found.draft_acceptance_rate == pytest.approx(8 / 12)
     assert found.acceptance_histogram == (1, 0, 2, 0, 1)
+    assert found.num_speculative_tokens == 4
+    assert (found.draft_s, found.verify_s) == (4 * 0.25 + 0.5, 4 * 1.0), "what it waited for, and what was for it"
     assert (found.proposed_per_step, found.accepted_per_step, found.is_synthetic) == ((), (), False)
 
 

@@ -349,7 +349,14 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps", "draft_acceptance_rate", "steps_per_draft_limit", "draft_seconds", "num_draft_steps", "verify_seconds", "num_verify_steps", "speculation_advice")
+    class SpeculationAdviceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +369,13 @@ class GetStatsResponse(_message.Message):
     DRAFT_TOKENS_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PER_DRAFT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_STEPS_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_ADVICE_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_total: int
@@ -374,4 +388,11 @@ class GetStatsResponse(_message.Message):
     draft_tokens_per_position: _containers.RepeatedScalarFieldContainer[int]
     accepted_tokens_per_position: _containers.RepeatedScalarFieldContainer[int]
     num_steps: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    draft_acceptance_rate: float
+    steps_per_draft_limit: _containers.RepeatedScalarFieldContainer[int]
+    draft_seconds: float
+    num_draft_steps: int
+    verify_seconds: float
+    num_verify_steps: int
+    speculation_advice: _containers.ScalarMap[str, str]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., draft_acceptance_rate: _Optional[float] = ..., steps_per_draft_limit: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., num_draft_steps: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., speculation_advice: _Optional[_Mapping[str, str]] = ...) -> None: ...
