@@ -197,6 +197,21 @@ bool is_bfloat16(const Tensor& tensor, const char* name) {
   return type == ScalarType::BFloat16;
 }
 
+// Calls run with a number of the cache's type.
+template <typename Run>
+void with_kv_type(const Tensor& layer, const Run& run) {
+  switch (layer.scalar_type()) {
+    case ScalarType::Float:
+      return run(float{});
+    case ScalarType::BFloat16:
+      return run(BFloat16{});
+    case ScalarType::Float8_e4m3fn:
+      return run(Float8{});
+    default:
+      STD_TORCH_CHECK(false, "layer must be float32, bfloat16 or float8_e4m3fn");
+  }
+}
+
 bool is_int64(const Tensor& tensor, const char* name) {
   const ScalarType type = tensor.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Long || type == ScalarType::Int, name, " must be int32 or int64");
@@ -255,7 +270,7 @@ Tensor paged_attention(const Tensor query, const Tensor layer, const Tensor firs
   }
   const int64_t sizes[3] = {num_tokens, query.size(1), head_dim};
   const int64_t strides[3] = {query.size(1) * head_dim, head_dim, 1};
-  const bool is_query_bf16 = is_bfloat16(query, "query"), is_kv_bf16 = is_bfloat16(layer, "layer");
+  const bool is_query_bf16 = is_bfloat16(query, "query");
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       3, sizes, strides, is_query_bf16 ? aoti_torch_dtype_bfloat16() : aoti_torch_dtype_float32(),
@@ -291,11 +306,12 @@ Tensor paged_attention(const Tensor query, const Tensor layer, const Tensor firs
 #else
   using Element = FloatElement;
 #endif
-  const auto run = is_query_bf16 && is_kv_bf16 ? attend<BFloat16, BFloat16, Element>
-                   : is_query_bf16             ? attend<BFloat16, float, FloatElement>
-                   : is_kv_bf16                ? attend<float, BFloat16, FloatElement>
-                                               : attend<float, float, FloatElement>;
-  run(attention, rows, layer.size(1), block_table.size(1), layer.size(0));
+  with_kv_type(layer, [&](auto kv) {
+    using KV = decltype(kv);
+    using BFloat16Element = std::conditional_t<std::is_same_v<KV, BFloat16>, Element, FloatElement>;
+    const auto run = is_query_bf16 ? attend<BFloat16, KV, BFloat16Element> : attend<float, KV, FloatElement>;
+    run(attention, rows, layer.size(1), block_table.size(1), layer.size(0));
+  });
   return output;
 }
 
@@ -304,7 +320,9 @@ template <typename To>
 inline Floats storable(Floats numbers) {
   const Words bits = bit_cast<Words>(numbers);
   const Words magnitude = bits & 0x7fffffff;
-  const uint32_t largest = std::is_same_v<To, BFloat16> ? 0x7f7f0000 : 0x7f7fffff;
+  const uint32_t largest = std::is_same_v<To, Float8>     ? bit_cast<uint32_t>(448.0f)
+                           : std::is_same_v<To, BFloat16> ? 0x7f7f0000
+                                                          : 0x7f7fffff;
   const Words kept = magnitude > largest ? (bits & 0x80000000) | largest : bits;
   return bit_cast<Floats>(magnitude >= 0x7f800000 ? Words{} : kept);
 }
@@ -347,15 +365,15 @@ void write_kv(Tensor layer, const Tensor key, const Tensor value, const Tensor b
     STD_TORCH_CHECK(block_ids[i] >= 0 && block_ids[i] < layer.size(0) && slots[i] >= 0 && slots[i] < layer.size(2),
                     "token ", i, " goes to slot ", slots[i], " of block ", block_ids[i], ", which does not exist");
   }
-  const bool is_kv_bf16 = is_bfloat16(layer, "layer");
-  const auto write = [&](const Tensor& from, int64_t offset, const char* name) {
-    const auto run = is_bfloat16(from, name)
-                         ? (is_kv_bf16 ? write_tokens<BFloat16, BFloat16> : write_tokens<BFloat16, float>)
-                         : (is_kv_bf16 ? write_tokens<float, BFloat16> : write_tokens<float, float>);
-    run(from, layer, offset, block_ids, slots);
-  };
-  write(key, 0, "key");
-  write(value, head_dim, "value");
+  with_kv_type(layer, [&](auto kv) {
+    using KV = decltype(kv);
+    const auto write = [&](const Tensor& from, int64_t offset, const char* name) {
+      const auto run = is_bfloat16(from, name) ? write_tokens<BFloat16, KV> : write_tokens<float, KV>;
+      run(from, layer, offset, block_ids, slots);
+    };
+    write(key, 0, "key");
+    write(value, head_dim, "value");
+  });
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {

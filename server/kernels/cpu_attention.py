@@ -20,11 +20,12 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu_attention_tile.h", "cpu_multiply.h", "cpu_vector.h"))
 DTYPES = (torch.float32, torch.bfloat16)
+KV_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 HEAD_DIM_MULTIPLE = 16
 
 
 def supports(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether there are operators for a model; DTYPES may also be mixed, between query and KV."""
+    """Whether there are operators for a model; its cache may have any of KV_DTYPES."""
     return dtype in DTYPES and head_dim % HEAD_DIM_MULTIPLE == 0
 
 

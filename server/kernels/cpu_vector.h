@@ -33,11 +33,17 @@ typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+typedef uint8_t Bytes __attribute__((vector_size(kWidth)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct BFloat16 {
   uint16_t bits;
+};
+
+// float8_e4m3fn: a sign, 4 bits of exponent less 7, 3 of mantissa; no infinity.
+struct Float8 {
+  uint8_t bits;
 };
 
 template <typename To, typename From>
@@ -63,6 +69,13 @@ inline Floats load(const BFloat16* from) {
   return bit_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
 }
 
+// Exact, but for the two NaN, which become 480: the cache holds none.
+inline Floats load(const Float8* from) {
+  const Words bits = __builtin_convertvector(load_as<Bytes>(from), Words);
+  // Exponent and mantissa are those of a float32 that is 2^-120 of it; subnormal ones are as well.
+  return bit_cast<Floats>((bits & 0x80) << 24 | (bits & 0x7f) << 20) * 0x1p120f;
+}
+
 inline void store(float* to, Floats vector) { std::memcpy(to, &vector, sizeof(vector)); }
 
 // To nearest, ties to even, as torch rounds; subnormals are kept and NaN stays NaN.
@@ -72,6 +85,18 @@ inline void store(BFloat16* to, Floats vector) {
   const Words nan = (bits >> 16) | 0x40;
   const Halves halves = __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded, Halves);
   std::memcpy(to, &halves, sizeof(halves));
+}
+
+// To nearest, ties to even, as torch rounds; for numbers up to 448, the largest that there is.
+inline void store(Float8* to, Floats vector) {
+  const Words bits = bit_cast<Words>(vector), magnitude = bits & 0x7fffffff;
+  const Words normal = (magnitude - (120 << 23) + 0x7ffff + ((magnitude >> 20) & 1)) >> 20;
+  // Below 2^-6 steps are 2^-9 wide, as wide as those of a float32 from 2^14 on.
+  const Floats shifted = bit_cast<Floats>(magnitude) + 0x1p14f;
+  const Words subnormal = bit_cast<Words>(shifted) - bit_cast<uint32_t>(0x1p14f);
+  const Words rounded = (magnitude < bit_cast<uint32_t>(0x1p-6f) ? subnormal : normal) | bits >> 31 << 7;
+  const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+  std::memcpy(to, &bytes, sizeof(bytes));
 }
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }

@@ -12,18 +12,20 @@ from server.kernels import cpu_attention
 from server.kernels.reference import attention, attention_mask
 from server.model.cache import cache_root
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 
 TOLERANCES = {
     # A score of 20, the largest here, is off by some 20 * 2^-22 after up to 256 products, its weight by as
     # much relative to itself, and the values that are weighed have size 1.
     (F32, F32): (1e-5, 1e-5),
-    # The cache's bfloat16 is exact in float32, so nothing more is lost.
+    # What the cache holds is exact in float32, so nothing more is lost.
     (F32, BF16): (1e-5, 1e-5),
+    (F32, F8): (1e-5, 1e-5),
     # The result is rounded to 8 bits (2^-9 of it); weights are rounded to 8 bits before they meet the
     # values where the CPU multiplies bfloat16: 2^-9 of a sum of values of size 1, whose errors mostly cancel.
     (BF16, BF16): (2**-8, 4e-3),
     (BF16, F32): (2**-8, 4e-3),
+    (BF16, F8): (2**-8, 4e-3),
 }
 """Relative and absolute, by the types of the query and of the cache."""
 
@@ -74,8 +76,9 @@ class Batch:
         self.shape = shape
         lengths = [length for length, _ in shape.rows]
         num_blocks = [-(-length // shape.block_size) for length in lengths]
+        poison = min(POISON, torch.finfo(shape.kv_dtype).max)
         layers = torch.full(
-            (sum(num_blocks) + 2, 3, shape.kv_heads, shape.block_size, 2 * shape.head_dim), POISON, dtype=shape.kv_dtype
+            (sum(num_blocks) + 2, 3, shape.kv_heads, shape.block_size, 2 * shape.head_dim), poison, dtype=shape.kv_dtype
         )
         self.layer = layers[:, 1]
         order = (1 + torch.randperm(sum(num_blocks), generator=generator)).tolist()
@@ -172,7 +175,7 @@ MODELS = [
     replace(shape, query_dtype=dtype, kv_dtype=dtype)
     for dtype in (F32, BF16)
     for shape in (SMOLLM2, replace(SMOLLM2, window=90, softcap=20.0, has_sinks=True))
-]
+] + [replace(SMOLLM2, query_dtype=BF16, kv_dtype=F8)]
 LONG = (1100, 1100)
 
 
@@ -274,6 +277,7 @@ def test_a_broken_query_stays_with_itself() -> None:
         ({"slots": torch.tensor([2, 3])}, "row 1 is in slot 3"),
         ({"num_query": torch.tensor([3, 1])}, "row 1 has 1 tokens from 3 on, of 3"),
         ({"query": torch.zeros(3, 4, 64, dtype=torch.float16)}, "query must be float32 or bfloat16"),
+        ({"layer": torch.zeros(4, 2, 32, 128).half()}, "layer must be float32, bfloat16 or float8_e4m3fn"),
         ({"query": torch.zeros(3, 3, 64)}, "3 heads cannot share 2 KV heads"),
         ({"query": torch.zeros(3, 4, 32)}, "layer must have 4 dimensions, the last of them 64"),
         ({"query": torch.zeros(3, 64, 4).transpose(1, 2)}, "query must be contiguous in its last dimension"),
@@ -295,7 +299,7 @@ BLOCKS, OFFSETS = torch.tensor([2, 0, 1, 0]), torch.tensor([5, 0, 31, 0])
 
 @pytest.mark.usefixtures("_two_threads")
 @pytest.mark.parametrize("num_tokens", [4, 8000])
-@pytest.mark.parametrize("kv_dtype", [F32, BF16])
+@pytest.mark.parametrize("kv_dtype", cpu_attention.KV_DTYPES)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_what_is_written_can_be_read(dtype: torch.dtype, kv_dtype: torch.dtype, num_tokens: int) -> None:
     """Converted as torch converts, from strided views into a strided view, next to what was there."""
@@ -307,10 +311,10 @@ def test_what_is_written_can_be_read(dtype: torch.dtype, kv_dtype: torch.dtype, 
     kv, expected = before.clone(), before.clone()
     cpu_attention.write_kv(kv[:, 1], key, value, places // 32, places % 32)
     expected[places // 32, 1, :, places % 32] = torch.cat((key, value), -1).to(kv_dtype)
-    assert torch.equal(kv, expected)
+    assert torch.equal(kv.float(), expected.float())
 
 
-@pytest.mark.parametrize("kv_dtype", [F32, BF16])
+@pytest.mark.parametrize("kv_dtype", cpu_attention.KV_DTYPES)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_nothing_infinite_is_stored(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
@@ -320,8 +324,23 @@ def test_nothing_infinite_is_stored(dtype: torch.dtype, kv_dtype: torch.dtype) -
     cpu_attention.write_kv(kv, row, row, torch.zeros(1).long(), torch.zeros(1).long())
     cap = torch.finfo(kv_dtype).max
     expected = torch.nan_to_num(values.float(), 0.0, 0.0, 0.0).clamp(-cap, cap).to(kv_dtype)
-    assert torch.equal(kv[0, 0, 0].view(2, 16), expected.expand(2, 16))
-    assert (kv[0, 0, 1:] == 1).all()
+    assert torch.equal(kv[0, 0, 0].view(2, 16).float(), expected.float().expand(2, 16))
+    assert (kv[0, 0, 1:].float() == 1).all()
+
+
+def test_every_number_of_8_bits_is_rounded_to_and_read() -> None:
+    """All of bfloat16, whose ties and subnormal numbers are among them, in a cache of float8."""
+    numbers = torch.arange(1 << 16).to(torch.uint16).view(BF16)
+    key = numbers.view(-1, 1, 16)
+    kv = torch.zeros(len(key), 1, 16, 32, dtype=F8)
+    cpu_attention.write_kv(kv, key, key, torch.arange(len(key)), torch.zeros(len(key)).long())
+    stored = torch.nan_to_num(numbers.float(), 0.0, 0.0, 0.0).clamp(-448, 448).to(F8)
+    assert torch.equal(kv[:, 0, 0, :16].flatten().view(torch.uint8), stored.view(torch.uint8))
+    row = torch.arange(len(key))
+    layout = {"first_token": row, "num_query": row * 0 + 1, "slots": row, "positions": row * 0}
+    query = torch.zeros(len(key), 1, 16)
+    read = cpu_attention.paged_attention(query, kv, **layout, block_table=row[:, None], scaling=1.0)
+    assert torch.equal(read.flatten(), stored.float())
 
 
 @pytest.mark.parametrize(
