@@ -1,6 +1,7 @@
 """Fetches a model from the Hugging Face hub, and says what to do when that fails."""
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from server.errors import ModelError
@@ -10,11 +11,11 @@ _WANTED = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 _UNWANTED = ("*/*", "consolidated*")
 
 
-def fetch_from_hub(repo_id: str, revision: str | None, *, with_code: bool) -> Path:
+def fetch_from_hub(repo_id: str, revision: str | None, *, with_code: bool = False, also: Collection[str] = ()) -> Path:
     """Download what is missing of a repository into the hub's own cache; honours HF_TOKEN, HF_HOME, HF_ENDPOINT.
 
     Args:
-        with_code: fetch the repository's Python files too.
+        with_code: fetch the repository's Python files too. also: patterns of further files.
 
     Returns: the snapshot's folder.
     Raises: ModelError naming cause and remedy.
@@ -24,11 +25,11 @@ def fetch_from_hub(repo_id: str, revision: str | None, *, with_code: bool) -> Pa
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    wanted = (*_WANTED, "*.py") if with_code else _WANTED
+    wanted = [*_WANTED, *(["*.py"] if with_code else []), *also]
     at = f" at revision {revision!r}" if revision else ""
     try:
         return Path(
-            snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(_UNWANTED))
+            snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED))
         )
     except errors.GatedRepoError as error:
         raise ModelError(

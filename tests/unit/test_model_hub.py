@@ -65,6 +65,19 @@ def test_code_is_fetched_only_where_it_is_trusted(
     assert "*.bin" not in asked["allow_patterns"]
 
 
+def test_further_files_are_fetched_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(_: str, **options: Any) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    fetch_from_hub("owner/name", None, also=("*.bin",))
+    assert {"*.safetensors", "*.bin"} <= set(asked["allow_patterns"])
+    assert "*.py" not in asked["allow_patterns"]
+
+
 def test_without_a_network_the_real_library_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
