@@ -23,6 +23,9 @@ class Head(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab] float32."""
 
+    def rows(self, token_ids: Tensor) -> "Head":
+        """The head of a part of the vocabulary, [n] int64, with a copy of its weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:

@@ -1,0 +1,133 @@
+"""EAGLE and EAGLE-3 heads as networks that draft."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedConfig
+
+from proposers.base import Head, TargetModel
+from proposers.checkpoint import check_names
+from proposers.decoder_kinds import kind_of
+from proposers.eagle_checkpoint import EagleHead
+from proposers.eagle_layers import Eagle3Layers, EagleLayers
+from proposers.network import Features, KVShape
+from server.errors import ModelError
+from server.model.attention import AttentionStep, attention_name, bind_kv
+from server.model.fusion import can_pack, merge_linears, pack_linears
+from server.model.head import LMHead
+
+_EMBEDDING = "embed_tokens.weight"
+_OUTPUT = "lm_head.weight"
+
+
+class EagleNetwork:
+    """Decoder layers on hidden states of the target; implements proposers.network.DraftNetwork.
+
+    Embedding and output projection are the target's where the head brings none of its own. A pair of token p and
+    the hidden state before it has position p here and p - 1 where heads are trained: rotary embeddings see
+    distances only.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        layers: type[EagleLayers] | type[Eagle3Layers],
+        target: TargetModel,
+        device: torch.device,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Args: kv_dtype: of K and V; None is the target's. Raises: ModelError for weights that do not fit."""
+        config = head.config
+        self.hidden_size: int = config.hidden_size
+        self.max_num_tokens: int | None = config.max_position_embeddings
+        self.features: Features = "last" if head.taps is None else head.taps
+        self.to_target = None if head.to_target is None else head.to_target.to(device)
+        self.kv_shape = KVShape(
+            config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype or target.dtype
+        )
+        config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
+        with torch.device("meta"):
+            self._layers = layers(head, target.config.hidden_size).eval()
+        own = _load(head, self._layers, device, target.dtype)
+        self._rotary = kind_of(config).rotary(config).to(device)
+        _speed_up(self._layers, device)
+        self._embedding = _embedding(head, own.get(_EMBEDDING), target)
+        self._head = _output(head, own.get(_OUTPUT), self.to_target, target, device)
+
+    def bind_kv(self, kv: Tensor) -> None:
+        """Give its attention the memory for K and V."""
+        bind_kv(self._layers, kv)
+
+    def condense(self, features: Tensor) -> Tensor:
+        """[T, features] -> [T, hidden]."""
+        return self._layers.condense(features)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
+        """See DraftNetwork."""
+        assert hidden is not None, "a network with features is always given hidden states"
+        embeds = functional.embedding(token_ids, self._embedding)[None]
+        rotary = self._rotary(embeds, position_ids=positions[None])
+        output: Tensor = self._layers(
+            embeds,
+            hidden[None],
+            attention_mask=None,
+            position_ids=positions[None],
+            position_embeddings=rotary,
+            attention_step=step,
+        )
+        return output[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocabulary] float32."""
+        return self._head.logits(self._layers.output(hidden))
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return head_dim
+
+
+def _load(head: EagleHead, layers: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Give the layers their weights. Returns: the others, embedding and output projection, if there are any."""
+    expected = {name: tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
+    sizes = {_EMBEDDING: head.config.vocab_size, _OUTPUT: head.vocab_size}
+    optional = {name: (rows, head.config.hidden_size) for name, rows in sizes.items() if name in head.tensors}
+    check_names(head.folder, expected | optional, head.tensors)
+    placed = {name: tensor.to(device, dtype) for name, tensor in head.tensors.items()}
+    layers.load_state_dict({name: placed.pop(name) for name in expected}, assign=True)
+    layers.requires_grad_(requires_grad=False)
+    return placed
+
+
+def _embedding(head: EagleHead, own: Tensor | None, target: TargetModel) -> Tensor:
+    shared: Tensor = target.model.get_input_embeddings().weight
+    if own is None:
+        _check_shareable(head, _EMBEDDING, shared)
+        return shared
+    # Many heads bring a copy of the target's.
+    return shared if own.shape == shared.shape and torch.equal(own, shared) else own
+
+
+def _output(
+    head: EagleHead, own: Tensor | None, to_target: Tensor | None, target: TargetModel, device: torch.device
+) -> Head:
+    if own is not None:
+        return LMHead.of_weight(own, is_packed=can_pack(device))
+    _check_shareable(head, _OUTPUT, target.head.weight)
+    return target.head if to_target is None else target.head.rows(to_target)
+
+
+def _check_shareable(head: EagleHead, name: str, shared: Tensor) -> None:
+    if shared.shape[1] != head.config.hidden_size:
+        raise ModelError(
+            f"{head.folder} lacks {name}, and the target's can not take its place: the hidden size is "
+            f"{head.config.hidden_size} there and {shared.shape[1]} here"
+        )
+
+
+def _speed_up(layers: nn.Module, device: torch.device) -> None:
+    """Whatever is done to a target's layers to read their weights once and in order."""
+    if can_pack(device):
+        pack_linears(layers)
+    elif device.type == "cuda":
+        merge_linears(layers)
