@@ -20,6 +20,7 @@ from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
+from server.kernels.token_mask import mask_tokens
 from server.kernels.truncate import truncate
 from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import attention_inputs
@@ -68,6 +69,7 @@ def launch_all() -> None:
     for method, drafter in ((Method.STANDARD, "full"), (Method.BLOCK, "reduced")):
         verify_drafts(**draft_inputs(2, 3, 5000, drafter, "cpu", torch.bfloat16), method=method)
     truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)
+    mask_tokens(torch.zeros(2, 3, 5000), rows, torch.zeros(2, 3, 157, dtype=torch.int32))
 
 
 if __name__ == "__main__":
