@@ -1,6 +1,6 @@
 """What every proposer's settings have in common. Knows no proposer, and imports none of their libraries."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 
 class ProposerConfig(Section):
-    """Settings of one proposer; a proposer's own class adds fields and says how it is built."""
+    """Settings of one proposer; a proposer's own class adds fields and says how it is built.
+
+    Attributes:
+        changeable: names of the settings that its proposer takes on while it drafts; it then is Reconfigurable.
+    """
+
+    changeable: ClassVar[frozenset[str]] = frozenset()
 
     method: str = Field(min_length=1, description="the proposer's name, or module:Class of its settings")
     num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="most draft tokens per step")
@@ -19,3 +25,17 @@ class ProposerConfig(Section):
     def build(self, target: "TargetView") -> "Proposer | HostProposer":
         """The proposer for a target. Raises: ConfigError if it can not draft for this one."""
         raise NotImplementedError
+
+
+@runtime_checkable
+class Reconfigurable(Protocol):
+    """A proposer that takes on other settings while it drafts; used from the step thread, between two steps."""
+
+    def reconfigure(self, config: Any) -> None:
+        """Draft by these settings from the next step on.
+
+        What is captured in a graph goes on with the values that it was captured with: what a proposer on the device
+        looks up there must lie in tensors, to be changed in place, behind the steps that are queued.
+
+        Args: config: of the class that the proposer was built from; differs in what is `changeable`, and was checked.
+        """

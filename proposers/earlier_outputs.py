@@ -22,6 +22,12 @@ class EarlierOutputs:
         self._young: dict[str, SuffixAutomaton] = {}
         self._old: dict[str, SuffixAutomaton] = {}
 
+    def resize(self, max_requests: int, *, num_counted: int) -> None:
+        """Keep as many from now on; what is too much goes as others come. Args: see __init__."""
+        self._half_requests = -(-max_requests // 2)
+        self._num_counted = num_counted
+        self._make_room(0, 0)
+
     def begin(self, cache_salt: str) -> "OutputCursor":
         """A new output, and the place of its text among all."""
         self._make_room(1, 0)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -16,6 +17,15 @@ CATCH_UP = 512
 
 class SuffixConfig(ProposerConfig):
     """Settings of suffix decoding; names are vLLM's."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        {
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        }
+    )
 
     num_speculative_tokens: int = Field(default=8, ge=1, le=32, description="most draft tokens per step")
     suffix_decoding_max_tree_depth: int = Field(
@@ -60,6 +70,19 @@ class SuffixProposer(HostProposer):
         """Most tokens proposed per step."""
         return self._config.num_speculative_tokens
 
+    def reconfigure(self, config: SuffixConfig) -> None:
+        """Draft by other settings at once; what is indexed already keeps the counts that it has."""
+        self._config = config
+        num_kept, depth = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_tree_depth
+        if not num_kept:
+            self._earlier = None
+            for text in self._texts.values():
+                text.forget_earlier()
+        elif self._earlier is None:
+            self._earlier = EarlierOutputs(num_kept, num_counted=depth)
+        else:
+            self._earlier.resize(num_kept, num_counted=depth)
+
     def start(self, slot: int, text: SequenceText) -> None:
         """Keep the text; it is taken in step by step."""
         self._texts[slot] = _Text(text, self._earlier, self._config.suffix_decoding_max_tree_depth)
@@ -93,6 +116,9 @@ class _Text:
         if earlier is not None:
             self._earlier = earlier.begin(text.cache_salt)
             self._earlier.follow(text.token_ids[-depth:])
+
+    def forget_earlier(self) -> None:
+        self._earlier = None
 
     def extend(self, token_ids: Sequence[int]) -> None:
         if self._earlier is not None:

@@ -16,6 +16,7 @@ from server.engine.detokenize import Decoder, RememberingDecoder
 from server.engine.live_request import LiveRequest
 from server.engine.lock_wait import blocked_clock
 from server.engine.protocol import EngineStatistics, RequestStream
+from server.engine.speculation_control import SpeculationControl
 from server.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -30,6 +31,7 @@ from server.plan import Executor, RowResult, StepPlan, StepResult
 from server.request import ModelInfo, Request
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.scheduler import Scheduler
+from server.speculation_state import SpeculationChange, SpeculationState
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class NativeEngine:
         max_queued_requests: int,
         max_num_seqs: int,
         stream_interval: int = 1,
+        speculation: SpeculationControl | None = None,
         warm_up: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -65,6 +68,7 @@ class NativeEngine:
         """Args:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
         stream_interval: tokens of a choice that gather before they are streamed; the first goes at once.
+        speculation: what may change of it while requests run; nothing, if None.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
         on_stop: called when the step thread is to end.
         make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
@@ -78,12 +82,14 @@ class NativeEngine:
         self._max_queued = max_queued_requests
         self._max_num_seqs = max_num_seqs
         self._stream_interval = stream_interval
+        self._speculation = speculation or SpeculationControl(None, (), scheduler.drafts)
         self._warm_up = warm_up
         self._on_stop = on_stop
         self._clock = clock
         self._make_blocked_clock = make_blocked_clock
         self._live: dict[str, LiveRequest] = {}
         self._queued: set[str] = set()
+        self._awaited: set[asyncio.Future[SpeculationState]] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._undelivered: list[SequenceOutput] = []
@@ -100,8 +106,13 @@ class NativeEngine:
 
     @property
     def model_info(self) -> ModelInfo:
-        """The loaded model and its limits."""
+        """The loaded model and its limits; of speculation what holds now."""
         return self._model_info
+
+    @property
+    def speculation(self) -> SpeculationState:
+        """What holds of speculation from the next step on; may be read from any thread."""
+        return self._speculation.state
 
     @property
     def is_alive(self) -> bool:
@@ -170,6 +181,18 @@ class NativeEngine:
         self._inbox.put(partial(self._scheduler.abort, request_id))
         return True
 
+    async def set_speculation(self, change: SpeculationChange) -> SpeculationState:
+        """Change speculation between two steps, for all requests; see Engine.set_speculation."""
+        if not self.is_alive:
+            raise EngineDead("the engine has stopped; the server must be restarted")
+        changed: asyncio.Future[SpeculationState] = asyncio.get_running_loop().create_future()
+        self._awaited.add(changed)
+        self._inbox.put(partial(self._set_speculation, change, changed))
+        try:
+            return await changed
+        finally:
+            self._awaited.remove(changed)
+
     def run_when_quiet(self, action: Callable[[], None], patience_s: float) -> None:
         """Run something on the step thread while no request is under way; may be called from any thread.
 
@@ -234,6 +257,8 @@ class NativeEngine:
         return RequestFailed(message, error_id=error_id)
 
     def _close_all(self, error: OutriderError) -> None:
+        for awaited in self._awaited:
+            _resolve(awaited, error)
         for request_id in list(self._live):
             self._remove(request_id).break_off(error, self._clock())
 
@@ -273,6 +298,15 @@ class NativeEngine:
             return False
         except queue.Empty:
             return True
+
+    def _set_speculation(self, change: SpeculationChange, changed: "asyncio.Future[SpeculationState]") -> None:
+        try:
+            state = self._speculation.apply(change)
+        except Exception as error:
+            self._post(partial(_resolve, changed, error))
+            return
+        self._model_info = state.reported(self._model_info)
+        self._post(partial(_resolve, changed, state))
 
     def _run_when_quiet(self) -> None:
         if self._awaiting_quiet is None:
@@ -350,3 +384,13 @@ class NativeEngine:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)
+
+
+def _resolve(awaited: "asyncio.Future[SpeculationState]", outcome: SpeculationState | Exception) -> None:
+    """Hand over what was awaited, or the error in its place, unless nobody waits any more."""
+    if awaited.done():
+        return
+    if isinstance(outcome, Exception):
+        awaited.set_exception(outcome)
+    else:
+        awaited.set_result(outcome)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.request import ModelInfo, Request
+from server.speculation_state import SpeculationChange, SpeculationState
 
 
 class FinishReason(enum.Enum):
@@ -187,7 +188,18 @@ class Engine(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """The loaded model and its limits."""
+        """The loaded model and its limits; of speculation what holds now."""
+
+    @property
+    def speculation(self) -> SpeculationState:
+        """What holds of speculation from the next step on."""
+
+    async def set_speculation(self, change: SpeculationChange) -> SpeculationState:
+        """Change speculation between two steps, all of it or none; what is generated is the same.
+
+        Returns: what holds now.
+        Raises: InvalidRequest, EngineDead.
+        """
 
     def open(self, request_id: str, *, deadline_s: float | None = None) -> RequestStream:
         """Reserve the id and a place in the queue, before tokenising.

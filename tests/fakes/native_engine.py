@@ -9,10 +9,12 @@ from typing import Any
 from server.engine.detokenize import Decoder
 from server.engine.engine import NativeEngine
 from server.engine.protocol import Delta, Finished, RequestStream, Started, StreamEvent
+from server.engine.speculation_control import SpeculationControl
 from server.errors import OutriderError
 from server.events import Event, EventBus
 from server.plan import StepPlan, StepResult
 from server.request import Request
+from server.speculative_config import SpeculativeConfig
 from tests.fakes.core import Clock, make_core, model_info
 from tests.fakes.eventually import eventually
 from tests.fakes.executor import FakeExecutor, InjectedError
@@ -131,9 +133,13 @@ def make_harness(
     block_size: int = 4,
     num_blocks: int = 8192,
     max_drafts: int = 0,
+    speculative: SpeculativeConfig | None = None,
     **config: Any,
 ) -> Harness:
-    """An engine that is not started; `config` are SchedulerConfig fields."""
+    """An engine that is not started; `config` are SchedulerConfig fields.
+
+    Args: speculative: what may be changed; the drafts are the fake executor's own.
+    """
     core = make_core(block_size=block_size, num_blocks=num_blocks, max_drafts=max_drafts, **config)
     executor = ControlledExecutor(core.executor)
     events: list[Event] = []
@@ -148,6 +154,9 @@ def make_harness(
         pipeline_depth=depth,
         max_queued_requests=max_queued_requests,
         max_num_seqs=core.max_num_seqs,
+        speculation=SpeculationControl(
+            speculative, [object()] * len(speculative.proposers) if speculative else [], core.scheduler.drafts
+        ),
         warm_up=warm_up,
         clock=core.clock,
         make_blocked_clock=lambda: blocked_clock,

@@ -16,6 +16,7 @@ from server.engine.protocol import (
 )
 from server.errors import DeadlineExceeded, DuplicateRequest, Overloaded
 from server.request import ModelInfo, Request
+from server.speculation_state import SpeculationChange, SpeculationState
 
 Script = Callable[[Request], AsyncIterator[StreamEvent]]
 
@@ -73,12 +74,20 @@ class ScriptedStream:
 
 
 class ScriptedEngine:
-    """Plays `script` for every request; remembers what the front did."""
+    """Plays `script` for every request; remembers what the front did. Speculation changes, and does nothing."""
 
-    def __init__(self, model_info: ModelInfo, script: Script = echo, *, max_live: int = 1000) -> None:
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        script: Script = echo,
+        *,
+        max_live: int = 1000,
+        speculation: SpeculationState | None = None,
+    ) -> None:
         self._model_info = model_info
         self.script = script
         self.max_live = max_live
+        self.speculation = speculation or SpeculationState.of(None, ())
         self.live: dict[str, ScriptedStream] = {}
         self.submitted: list[Request] = []
         self.abort_calls: list[str] = []
@@ -87,6 +96,11 @@ class ScriptedEngine:
     def model_info(self) -> ModelInfo:
         """As given."""
         return self._model_info
+
+    async def set_speculation(self, change: SpeculationChange) -> SpeculationState:
+        """At once."""
+        self.speculation = self.speculation.changed(change)
+        return self.speculation
 
     def open(self, request_id: str, *, deadline_s: float | None = None) -> ScriptedStream:
         """Reserve the id."""

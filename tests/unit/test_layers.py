@@ -29,6 +29,7 @@ LEAVES = (
     "server.passing_thread",
     "server.plan",
     "server.request",
+    "server.speculation_state",
     "server.speculative_config",
     "server.suggestions",
     "server.version",

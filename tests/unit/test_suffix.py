@@ -193,3 +193,41 @@ def test_a_slot_forgets_its_last_sequence() -> None:
     found = proposer(cached=0)
     drafted(found, [50, 51, 52], [1])
     assert drafted(found, [1, 2], [9, 50]) == []
+
+
+class TestReconfigure:
+    """Every case begins with two outputs, 50 to 54 in slot 0, and 9 50 51 52 in slot 1."""
+
+    def begun(self, **values: Any) -> SuffixProposer:
+        found = proposer(**values)
+        drafted(found, [1], [2, 50, 51, 52, 53, 54])
+        drafted(found, [1, 3], [9, 50, 51, 52], slot=1)
+        return found
+
+    def reconfigure(self, found: SuffixProposer, **values: Any) -> None:
+        found.reconfigure(proposer(**values)._config)
+
+    def test_limits_hold_at_once(self) -> None:
+        found = self.begun()
+        assert found.propose(1, 4) == [53, 54]
+        self.reconfigure(found, factor=0.34)
+        assert found.propose(1, 4) == [53]
+        self.reconfigure(found, suffix_decoding_max_tree_depth=1)
+        assert found.propose(1, 4) == [53]
+
+    def test_earlier_outputs_go_and_come_back_empty(self) -> None:
+        found = self.begun()
+        self.reconfigure(found, cached=0)
+        assert found.propose(1, 4) == []
+        found.extend(1, [53])
+        self.reconfigure(found, cached=10)
+        assert drafted(found, [7], [8, 50, 51], slot=2) == []
+        assert drafted(found, [7], [6, 50], slot=3) == [51]
+
+    def test_fewer_earlier_outputs_as_others_come(self) -> None:
+        found = self.begun(cached=100)
+        self.reconfigure(found, cached=2)
+        assert found.propose(1, 4) == [53, 54], "those of before go with the next ones"
+        drafted(found, [1], [100], slot=2)
+        drafted(found, [1], [101], slot=3)
+        assert drafted(found, [7], [8, 50, 51], slot=4) == []
