@@ -14,6 +14,8 @@ from proposers.checkpoint import Checkpoint, check_size
 from proposers.decoder_kinds import layer_config
 from server.errors import ModelError
 
+Kind = Literal["eagle", "eagle3"]
+
 _RENAMED = (("model.", ""), ("midlayer.", "layers.0."), ("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 """Beginnings of names: of a whole model's export, EAGLE-3's own, and two of EAGLE in the speculators format."""
 _LEFT_OUT = ("verifier_", "t2d")
@@ -42,13 +44,15 @@ class EagleHead:
     """A head that fits its target.
 
     Attributes:
-        config: of its decoder layers. tensors: by one set of names, see eagle_layers.py; own embedding and output
-            projection among them if there are any.
+        kind: what its layers are like. config: of them.
+        tensors: by one set of names, see eagle_layers.py; own embedding and output projection among them if there are
+            any.
         to_target: [its vocabulary] int64, the target's id of each token; None where they are the same.
         taps: layers of the target whose inputs it takes; None for the last hidden state.
     """
 
     folder: Path
+    kind: Kind
     config: PreTrainedConfig
     tensors: Mapping[str, Tensor]
     to_target: Tensor | None
@@ -61,7 +65,7 @@ class EagleHead:
         return self.config.vocab_size if self.to_target is None else len(self.to_target)
 
 
-def eagle_head(checkpoint: Checkpoint, target: TargetModel, kind: Literal["eagle", "eagle3"]) -> EagleHead:
+def eagle_head(checkpoint: Checkpoint, target: TargetModel, kind: Kind) -> EagleHead:
     """Understand a checkpoint. Raises: ModelError if it is of another kind, or was made for another target."""
     folder, config = checkpoint.folder, checkpoint.config
     tensors = {_canonical(name): tensor for name, tensor in checkpoint.tensors.items()}
@@ -73,6 +77,7 @@ def eagle_head(checkpoint: Checkpoint, target: TargetModel, kind: Literal["eagle
     to_target = _to_target(folder, config, tensors, layers.vocab_size)
     return EagleHead(
         folder=folder,
+        kind=kind,
         config=layers,
         tensors={name: tensor for name, tensor in tensors.items() if not _is_left_out(name)},
         to_target=to_target,

@@ -26,12 +26,14 @@ class EagleNetwork:
     Embedding and output projection are the target's where the head brings none of its own. A pair of token p and
     the hidden state before it has position p here and p - 1 where heads are trained: rotary embeddings see
     distances only.
+
+    Attributes:
+        num_features: size of the features of a token. The others: see DraftNetwork.
     """
 
     def __init__(
         self,
         head: EagleHead,
-        layers: type[EagleLayers] | type[Eagle3Layers],
         target: TargetModel,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,
@@ -41,18 +43,24 @@ class EagleNetwork:
         self.hidden_size: int = config.hidden_size
         self.max_num_tokens: int | None = config.max_position_embeddings
         self.features: Features = "last" if head.taps is None else head.taps
+        self.num_features: int = target.config.hidden_size * (1 if head.taps is None else len(head.taps))
         self.to_target = None if head.to_target is None else head.to_target.to(device)
         self.kv_shape = KVShape(
             config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype or target.dtype
         )
         config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
         with torch.device("meta"):
+            layers = EagleLayers if head.kind == "eagle" else Eagle3Layers
             self._layers = layers(head, target.config.hidden_size).eval()
         own = _load(head, self._layers, device, target.dtype)
         self._rotary = kind_of(config).rotary(config).to(device)
-        _speed_up(self._layers, device)
+        is_packed = can_pack(device) and not target.runs_plain
+        if is_packed:
+            pack_linears(self._layers)
+        elif device.type == "cuda" and not target.runs_plain:
+            merge_linears(self._layers)
         self._embedding = _embedding(head, own.get(_EMBEDDING), target)
-        self._head = _output(head, own.get(_OUTPUT), self.to_target, target, device)
+        self._head = _output(head, own.get(_OUTPUT), self.to_target, target, is_packed=is_packed)
 
     def bind_kv(self, kv: Tensor) -> None:
         """Give its attention the memory for K and V."""
@@ -109,10 +117,10 @@ def _embedding(head: EagleHead, own: Tensor | None, target: TargetModel) -> Tens
 
 
 def _output(
-    head: EagleHead, own: Tensor | None, to_target: Tensor | None, target: TargetModel, device: torch.device
+    head: EagleHead, own: Tensor | None, to_target: Tensor | None, target: TargetModel, *, is_packed: bool
 ) -> Head:
     if own is not None:
-        return LMHead.of_weight(own, is_packed=can_pack(device))
+        return LMHead.of_weight(own, is_packed=is_packed)
     _check_shareable(head, _OUTPUT, target.head.weight)
     return target.head if to_target is None else target.head.rows(to_target)
 
@@ -123,11 +131,3 @@ def _check_shareable(head: EagleHead, name: str, shared: Tensor) -> None:
             f"{head.folder} lacks {name}, and the target's can not take its place: the hidden size is "
             f"{head.config.hidden_size} there and {shared.shape[1]} here"
         )
-
-
-def _speed_up(layers: nn.Module, device: torch.device) -> None:
-    """Whatever is done to a target's layers to read their weights once and in order."""
-    if can_pack(device):
-        pack_linears(layers)
-    elif device.type == "cuda":
-        merge_linears(layers)

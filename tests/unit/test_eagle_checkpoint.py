@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +13,13 @@ from torch import Tensor
 
 from proposers.base import TargetModel
 from proposers.checkpoint import read_checkpoint
-from proposers.eagle_checkpoint import EagleHead, Norms, eagle_head
-from proposers.eagle_layers import Eagle3Layers, EagleLayers
+from proposers.eagle_checkpoint import EagleHead, Kind, Norms, eagle_head
 from proposers.eagle_network import EagleNetwork
 from server.errors import ModelError
 from tests.fakes.tiny_target import target_model
 from tests.tiny_heads import HIDDEN, VOCAB, build_tiny_eagle, build_tiny_eagle3
 from tests.tiny_model import build_tiny_model
 
-Kind = Literal["eagle", "eagle3"]
 FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -35,8 +33,7 @@ def read(folder: Path, target: TargetModel, kind: Kind) -> EagleHead:
 
 
 def load(folder: Path, target: TargetModel, kind: Kind) -> EagleNetwork:
-    layers = EagleLayers if kind == "eagle" else Eagle3Layers
-    return EagleNetwork(read(folder, target, kind), layers, target, torch.device("cpu"))
+    return EagleNetwork(read(folder, target, kind), target, torch.device("cpu"))
 
 
 def same(first: EagleHead, second: EagleHead) -> bool:

@@ -1,6 +1,7 @@
 """EAGLE and EAGLE-3 heads over paged blocks, against the same written out over whole sequences."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.nn import functional
 from proposers.base import TargetModel
 from proposers.checkpoint import read_checkpoint
 from proposers.eagle_checkpoint import eagle_head
-from proposers.eagle_layers import Eagle3Layers, EagleLayers
 from proposers.eagle_network import EagleNetwork
+from server.model.fusion import can_pack
 from server.worker.kv_tensors import KVGeometry, allocate_kv
 from tests.fakes.paged_steps import Piece, block_table, step_over
 from tests.fakes.tiny_target import target_model
@@ -49,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Target
 
 def network_of(folder: Path, target: TargetModel, device: str, *, is_eagle3: bool) -> EagleNetwork:
     head = eagle_head(read_checkpoint(str(folder)), target, "eagle3" if is_eagle3 else "eagle")
-    network = EagleNetwork(head, Eagle3Layers if is_eagle3 else EagleLayers, target, torch.device(device))
+    network = EagleNetwork(head, target, torch.device(device))
     shape = network.kv_shape
     geometry = KVGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, shape.dtype)
     network.bind_kv(allocate_kv(geometry, 1 + len(LENGTHS) * 2, torch.device(device)).normal_())
@@ -159,7 +160,8 @@ def test_eagle_over_blocks_equals_whole_sequences(
 ) -> None:
     folder = build_tiny_eagle(tmp_path / "head", **options)
     network = network_of(folder, target, device_name, is_eagle3=False)
-    assert (network.features, network.hidden_size, network.to_target) == ("last", HIDDEN, None)
+    assert (network.features, network.num_features, network.hidden_size) == ("last", HIDDEN, HIDDEN)
+    assert network.to_target is None
     weights = {name: tensor.to(device_name) for name, tensor in read_checkpoint(str(folder)).tensors.items()}
     embedding = target.model.get_input_embeddings().weight
     given = sequences(HIDDEN, device_name)
@@ -178,7 +180,7 @@ def test_eagle3_over_blocks_equals_whole_sequences(
     folder = build_tiny_eagle3(tmp_path / "head", **options)
     network = network_of(folder, target, device_name, is_eagle3=True)
     taps = options.get("taps", (0, 1))
-    assert (network.features, network.hidden_size) == (taps, HIDDEN)
+    assert (network.features, network.num_features, network.hidden_size) == (taps, len(taps) * HIDDEN, HIDDEN)
     checkpoint = read_checkpoint(str(folder))
     weights = {name: tensor.to(device_name) for name, tensor in checkpoint.tensors.items()}
     embedding = weights.get("embed_tokens.weight", target.model.get_input_embeddings().weight)
@@ -199,13 +201,29 @@ def test_eagle3_over_blocks_equals_whole_sequences(
 def test_k_and_v_may_be_kept_in_another_type(tmp_path: Path, target: TargetModel, device_name: str) -> None:
     folder = build_tiny_eagle3(tmp_path / "head")
     head = eagle_head(read_checkpoint(str(folder)), target, "eagle3")
-    network = EagleNetwork(head, Eagle3Layers, target, torch.device(device_name), torch.bfloat16)
+    network = EagleNetwork(head, target, torch.device(device_name), torch.bfloat16)
     assert network.kv_shape.dtype == torch.bfloat16
     network.bind_kv(torch.zeros(7, 1, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.bfloat16, device=device_name))
     given = sequences(2 * HIDDEN, device_name)
     exact = run(network_of(folder, target, device_name, is_eagle3=True), given, CHUNKS["chunked"])
     for got, expected in zip(run(network, given, CHUNKS["chunked"]), exact, strict=True):
         assert 0 < float((got - expected).abs().max()) < 0.2 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("runs_plain", [False, True])
+@torch.inference_mode()
+def test_modules_stay_as_they_are_where_the_target_s_do(
+    tmp_path: Path, target: TargetModel, device_name: str, runs_plain: bool
+) -> None:
+    folder = build_tiny_eagle3(tmp_path / "head")
+    network = network_of(folder, replace(target, runs_plain=runs_plain), device_name, is_eagle3=True)
+    device = torch.device(device_name)
+    is_changed = not runs_plain and (can_pack(device) or device.type == "cuda")
+    assert (type(network._layers.layers[0].self_attn.q_proj) is not torch.nn.Linear) is is_changed
+    given = sequences(2 * HIDDEN, device_name)
+    other = network_of(folder, target, device_name, is_eagle3=True)
+    for got, expected in zip(run(network, given, CHUNKS["at once"]), run(other, given, CHUNKS["at once"]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path: Path, target: TargetModel, device_name: str) -> None:
