@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "send one prompt to a server and stream the answer",
     "chat": "talk to the model of a server",
     "demo": "start a server, ask it a question, and show the answer and its speed",
+    "admin": "see and change what a running server does",
     "bench": "measure a server under load, or an engine by itself",
 }
 """Subcommands and their help; each is server/commands/NAME.py with `configure(parser)` and `run(args)`.

@@ -16,6 +16,7 @@ from torch import Tensor
 from proposers.base import HostProposer, Proposer, TargetView
 from server.config import Config
 from server.engine.engine import NativeEngine
+from server.engine.speculation_control import SpeculationControl
 from server.errors import ConfigError, EngineDead
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
@@ -36,7 +37,8 @@ from server.model.traced_layers import trace_layers
 from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
-from server.rpc.lifecycle import GrpcServer, check_address
+from server.rpc.address import check_address
+from server.rpc.lifecycle import GrpcServer
 from server.scheduler.draft_policy import make_policy
 from server.scheduler.scheduler import Scheduler
 from server.speculative_config import SpeculativeConfig
@@ -146,6 +148,7 @@ def _build_core(config: Config) -> Core:
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
         stream_interval=config.server.stream_interval,
+        speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
         warm_up=prepare,
         on_stop=lambda: None if compilation is None else compilation.cancel(),
         clock=time.monotonic,
@@ -194,6 +197,8 @@ async def _serve(config: Config, core: Core) -> None:
         is_serving = True
         address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
         logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
+        if config.server.admin_uds is not None:
+            logger.info("taking admin calls on unix:%s", config.server.admin_uds)
         if telemetry.metrics_port is not None:
             logger.info("metrics on http://%s:%d/metrics", config.observability.metrics_host, telemetry.metrics_port)
         await _wait_for_signal(stopping)

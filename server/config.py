@@ -119,6 +119,10 @@ class ServerConfig(Section):
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(default=50051, ge=0, le=65535, description="TCP port to listen on; 0 picks a free one")
     uds: str | None = Field(default=None, description="Unix socket to listen on, instead of host and port")
+    admin_uds: str | None = Field(
+        default=None,
+        description="Unix socket for `outrider admin`, which changes what runs; only the server's own user may connect",
+    )
     max_message_bytes: ByteCount = Field(
         default=16 << 20, ge=1 << 16, le=(1 << 31) - 1, description="largest gRPC message taken or sent, such as 16MiB"
     )

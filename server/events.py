@@ -47,7 +47,7 @@ class CallFinished:
     """A gRPC call has ended, one event per call whatever its outcome.
 
     Attributes:
-        method: such as "Generate".
+        method: such as "Generate". service: it belongs to.
         metadata: the caller's metadata, keys in lower case, text values only.
         status: the gRPC status code's name, such as "OK" or "CANCELLED".
         error: what went wrong, empty if nothing did.
@@ -69,6 +69,7 @@ class CallFinished:
     num_prompt_tokens: int
     num_completion_tokens: int
     attributes: Mapping[str, str | int | float | bool]
+    service: str = "outrider.v1.Inference"
 
 
 Event = StepFinished | TokensStreamed | CallFinished

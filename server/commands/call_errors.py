@@ -6,20 +6,25 @@ from contextlib import contextmanager
 from clients.errors import CancelledCallError, DeadlineExceededError, OutriderClientError, UnavailableError
 from server.errors import OutriderError
 
+_START = "start one with `outrider serve`"
 _NO_CONNECTION = ("failed to connect", "errors resolving")
 """How gRPC's texts begin where there is nobody to talk to."""
 
 
 @contextmanager
-def one_line_errors(target: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Turn what the client raises into the one line and exit code of every command. Raises: OutriderError."""
+def one_line_errors(target: str, timeout_s: float | None = None, *, remedy: str = _START) -> Iterator[None]:
+    """Turn what the client raises into the one line and exit code of every command.
+
+    Args: remedy: what to do where nobody answers.
+    Raises: OutriderError.
+    """
     try:
         yield
     except OutriderClientError as error:
-        raise OutriderError(f"{target}: {explain(error, timeout_s)}") from error
+        raise OutriderError(f"{target}: {explain(error, timeout_s, remedy)}") from error
 
 
-def explain(error: OutriderClientError, timeout_s: float | None) -> str:
+def explain(error: OutriderClientError, timeout_s: float | None, remedy: str = _START) -> str:
     """The error in a user's words; `timeout_s` is what --timeout asked for."""
     text = str(error)
     match error:
@@ -27,7 +32,7 @@ def explain(error: OutriderClientError, timeout_s: float | None) -> str:
             return f"no complete answer within --timeout {timeout_s:g} s"
         case UnavailableError() if text.startswith(_NO_CONNECTION):
             reason = text.rpartition("last error: ")[2]
-            return f"cannot connect ({reason}); is a server running there? start one with `outrider serve`"
+            return f"cannot connect ({reason}); is a server running there? {remedy}"
         case UnavailableError():
             return f"the server shut down or was lost before the answer ended ({text})"
         case CancelledCallError():

@@ -17,7 +17,8 @@ from server.rpc.status import status_of, status_of_cancellation
 class CallRecord:
     """What CallFinished will say of a call; owned by its handler's task."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: str) -> None:
+        self._service = service
         self.request_id = ""
         self.num_prompt_tokens = 0
         self.attributes: dict[str, str | int | float | bool] = {}
@@ -42,19 +43,24 @@ class CallRecord:
             num_prompt_tokens=self.num_prompt_tokens,
             num_completion_tokens=self._num_streamed_tokens,
             attributes=self.attributes,
+            service=self._service,
         )
 
 
 @asynccontextmanager
 async def recorded_call(
-    method: str, context: "grpc.aio.ServicerContext[Any, Any]", events: EventBus
+    method: str,
+    context: "grpc.aio.ServicerContext[Any, Any]",
+    events: EventBus,
+    *,
+    service: str = "outrider.v1.Inference",
 ) -> AsyncIterator[CallRecord]:
     """Turn errors of the body into the call's status and publish its CallFinished.
 
     The event goes out before the client can learn the status. Cancellation goes on up, once recorded.
     """
     start_ns = time.time_ns()
-    record = CallRecord()
+    record = CallRecord(service)
     metadata = _text_metadata(context.invocation_metadata() or ())
 
     def publish(code: grpc.StatusCode, error: str) -> None:

@@ -1,10 +1,7 @@
 """The gRPC server: what it listens on, what it reports of its health, how it ends."""
 
 import contextlib
-import errno
 import os
-import socket
-import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -16,16 +13,16 @@ from server.engine.protocol import Engine
 from server.errors import ConfigError
 from server.events import EventBus
 from server.preprocess import Preprocessor
+from server.rpc.address import check_address, tcp_address
+from server.rpc.admin_socket import AdminSocket
 from server.rpc.malformed import MalformedMessages
 from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_PROBE_TIMEOUT_S = 1.0
-_MAX_SOCKET_PATH_NBYTES = 107  # sun_path's 108 less the zero byte at the end
 
 
 class GrpcServer:
-    """Serves outrider.v1.Inference, health and reflection on one address.
+    """Serves outrider.v1.Inference, health and reflection on one address, and Admin on a socket of its own if any.
 
     Owned by compose.py; every method runs on the event loop that the engine's streams belong to.
     Health is NOT_SERVING until `set_serving`, and again from the first moment of `stop`.
@@ -38,13 +35,22 @@ class GrpcServer:
 
         self._config = config
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._grammar_pool = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
         self._health = HealthService([SERVICE_NAME])
         self._server = grpc.aio.server(
             interceptors=[MalformedMessages(SERVICE_NAME, events)], options=_options(config.max_message_bytes)
         )
-        service = InferenceService(engine, preprocessor, self._pool, events, max_message_bytes=config.max_message_bytes)
+        service = InferenceService(
+            engine,
+            preprocessor,
+            self._pool,
+            self._grammar_pool,
+            events,
+            max_message_bytes=config.max_message_bytes,
+        )
         add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)
+        self._admin = None if config.admin_uds is None else AdminSocket(config.admin_uds, engine, events)
 
     async def start(self) -> int:
         """Listen and answer, health still NOT_SERVING.
@@ -59,6 +65,8 @@ class GrpcServer:
         names = (SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         port = self._bind()
+        if self._admin is not None:
+            await self._admin.start()
         await self._server.start()
         return port
 
@@ -70,7 +78,10 @@ class GrpcServer:
         """Refuse new calls, let live ones end for `shutdown_timeout_seconds`, cancel the rest."""
         await self._health.close()
         await self._server.stop(self._config.shutdown_timeout_seconds)
+        if self._admin is not None:
+            await self._admin.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
         if self._config.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._config.uds)
@@ -80,7 +91,7 @@ class GrpcServer:
         if self._config.uds is not None:
             address = f"unix:{self._config.uds}"
         else:
-            address = _tcp_address(self._config.host, self._config.port)
+            address = tcp_address(self._config.host, self._config.port)
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
@@ -101,71 +112,3 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Clients may ping as often; the default of five minutes closes their connections.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
-
-
-def check_address(config: ServerConfig) -> None:
-    """Find out, before a model is loaded, whether the address can be listened on.
-
-    Raises: ConfigError naming cause and remedy.
-    """
-    if config.uds is None:
-        _check_tcp(config.host, config.port)
-    else:
-        _check_socket_path(config.uds)
-
-
-def _tcp_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _check_tcp(host: str, port: int) -> None:
-    """Bind and close again: one of a name's addresses is enough, as it is for gRPC."""
-    what = f"cannot listen on {_tcp_address(host, port)}"
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"{what}: {host} is no address and no name that is known here ({error.strerror})") from error
-    problems: list[OSError] = []
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                # As gRPC does: what is left of connections of a server that has ended is not in the way.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-            return
-        except OSError as error:
-            problems.append(error)
-    causes = {
-        errno.EADDRINUSE: "another process listens there; stop it, or choose another --port (0 picks a free one)",
-        errno.EADDRNOTAVAIL: "it is not an address of this machine; choose another --host, such as 0.0.0.0 for all",
-        errno.EACCES: "this user may not use that port; choose a --port above 1023",
-    }
-    first = problems[0]
-    raise ConfigError(f"{what}: {causes.get(first.errno or 0, first.strerror or first)}") from first
-
-
-def _check_socket_path(path: str) -> None:
-    """gRPC unlinks what it finds in its way: do not let it take the socket of a live server, or a file."""
-    what = f"cannot listen on unix:{path}"
-    folder = os.path.dirname(path) or "."
-    if (nbytes := len(os.fsencode(path))) > _MAX_SOCKET_PATH_NBYTES:
-        raise ConfigError(f"{what}: the path has {nbytes} bytes, a Unix socket's at most {_MAX_SOCKET_PATH_NBYTES}")
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{what}: there is no folder {folder}; make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{what}: this user may not write into {folder}")
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{what}: there is a file of that name that is no socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_PROBE_TIMEOUT_S)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return  # left behind by a server that was killed
-        except OSError as error:
-            raise ConfigError(f"{what}: there is a socket that does not answer ({error}); remove it first") from error
-    raise ConfigError(f"{what}: another server listens there")

@@ -21,6 +21,7 @@ class MalformedMessages(grpc.aio.ServerInterceptor):
     """Parses the requests of one service where a failure can still be answered as INVALID_ARGUMENT."""
 
     def __init__(self, service_name: str, events: EventBus) -> None:
+        self._service = service_name
         self._prefix = f"/{service_name}/"
         self._events = events
 
@@ -39,7 +40,7 @@ class MalformedMessages(grpc.aio.ServerInterceptor):
             try:
                 request = parse(body)
             except DecodeError as error:
-                async with recorded_call(name, context, self._events):
+                async with recorded_call(name, context, self._events, service=self._service):
                     description = "is cut off, or a text in it is not UTF-8"
                     raise InvalidRequest.of("request", description) from error
             return await method(request, context)

@@ -7,7 +7,6 @@ from opentelemetry.semconv.attributes import error_attributes as error
 from server.events import CallFinished
 
 SCOPE = "outrider"
-SERVICE = "outrider.v1.Inference"
 GENERATE = "Generate"
 
 # What the semantic conventions count as a failure of a gRPC server; the other codes are
@@ -26,7 +25,7 @@ def rpc_attributes(call: CallFinished) -> dict[str, AttributeValue]:
     """The attributes of any call; few enough values for a metric."""
     attributes: dict[str, AttributeValue] = {
         rpc.RPC_SYSTEM_NAME: rpc.RpcSystemNameValues.GRPC.value,
-        rpc.RPC_METHOD: f"{SERVICE}/{call.method}",
+        rpc.RPC_METHOD: f"{call.service}/{call.method}",
         rpc.RPC_RESPONSE_STATUS_CODE: call.status,
     }
     if is_server_error(call.status):

@@ -14,7 +14,6 @@ from server.engine.protocol import Finished, SpeculationStats
 from server.events import CallFinished, Event
 from server.telemetry.call_attributes import (
     GENERATE,
-    SERVICE,
     AttributeValue,
     gen_ai_attributes,
     is_server_error,
@@ -41,7 +40,7 @@ class CallTracer:
         if not isinstance(event, CallFinished):
             return
         span = self._tracer.start_span(
-            f"{SERVICE}/{event.method}",
+            f"{event.service}/{event.method}",
             context=self._parent(event),
             kind=SpanKind.SERVER,
             attributes=self._attributes(event),
@@ -62,7 +61,7 @@ class CallTracer:
         attributes = rpc_attributes(call)
         # Superseded names that tracing backends still group by; unlike rpc.method, they can stand beside the new ones.
         attributes[rpc.RPC_SYSTEM] = "grpc"
-        attributes[rpc.RPC_SERVICE] = SERVICE
+        attributes[rpc.RPC_SERVICE] = call.service
         attributes[rpc.RPC_GRPC_STATUS_CODE] = grpc.StatusCode[call.status].value[0]
         if call.error:
             attributes["outrider.error.message"] = call.error

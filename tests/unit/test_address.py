@@ -7,7 +7,7 @@ import pytest
 
 from server.config import ServerConfig
 from server.errors import ConfigError
-from server.rpc.lifecycle import check_address
+from server.rpc.address import check_address
 
 
 def refusal(**settings: object) -> str:
