@@ -42,7 +42,7 @@ def follows(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
     return matcher.error() is None
 
 
-NASTY_TEXTS = [*("yes", "no", "", "a\"b", "a\\b", "new\nline", "tab\t"), *("é 日本 😀", "/re/", "\x01\x7f", "\u2028", "[a-z]+")]
+NASTY_TEXTS = [
     "yes",
     "no",
     'a"b',
