@@ -219,7 +219,8 @@ def test_modules_stay_as_they_are_where_the_target_s_do(
     network = network_of(folder, replace(target, runs_plain=runs_plain), device_name, is_eagle3=True)
     device = torch.device(device_name)
     is_changed = not runs_plain and (can_pack(device) or device.type == "cuda")
-    assert (type(network._layers.layers[0].self_attn.q_proj) is not torch.nn.Linear) is is_changed
+    projection = network._layers.get_submodule("layers.0.self_attn.q_proj")
+    assert (type(projection) is not torch.nn.Linear) is is_changed
     given = sequences(2 * HIDDEN, device_name)
     other = network_of(folder, target, device_name, is_eagle3=True)
     for got, expected in zip(run(network, given, CHUNKS["at once"]), run(other, given, CHUNKS["at once"]), strict=True):
