@@ -1,5 +1,6 @@
 """Builds the messages of the contract from keyword arguments; the same for both clients."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
@@ -13,12 +14,18 @@ _METRICS: Mapping[str, pb.SpeculationMetrics] = {
     "detailed": pb.SPECULATION_METRICS_DETAILED,
 }
 
+_CONSTRAINTS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields)
+
 Message = Mapping[str, str]
 """One message of a conversation: {"role": ..., "content": ...}."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen and when to stop. Unset or None: the model's default, then the contract's."""
+    """How tokens are chosen and when to stop. Unset or None: the model's default, then the contract's.
+
+    The last five say what the text must look like, at most one of them: JSON of a schema, any JSON object, a regular
+    expression, a Lark grammar, one of some texts.
+    """
 
     temperature: float | None
     top_k: int | None
@@ -41,6 +48,11 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
+    json_schema: str | Mapping[str, Any] | None
+    json_object: bool | None
+    regex: str | None
+    grammar: str | None
+    choice: Iterable[str] | None
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -83,6 +95,8 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
             _assign(request.speculation, name, given.pop(option), f"speculation.{name}")
     if "speculation_metrics" in given:
         request.speculation.metrics = _metrics(given.pop("speculation_metrics"))
+    if len(constraints := [name for name in _CONSTRAINTS if name in given]) > 1:
+        raise _invalid("sampling.constraint", f"give at most one of {', '.join(_CONSTRAINTS)}, got {constraints}")
     for name, value in given.items():
         _set_sampling(request.sampling, name, value)
     return request
@@ -131,10 +145,22 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
         case "allowed_token_ids":
             sampling.allowed_token_ids.SetInParent()
             _extend(sampling.allowed_token_ids, "ids", value, path)
+        case "json_schema" if not isinstance(value, str):
+            sampling.json_schema = _schema_text(value, path)
+        case "choice":
+            sampling.choice.SetInParent()
+            _extend(sampling.choice, "choices", [value] if isinstance(value, str) else value, path)
         case "stop" | "bad_words" | "stop_token_ids":
             _extend(sampling, name, [value] if isinstance(value, str) else value, path)
         case _:
             _assign(sampling, name, value, path)
+
+
+def _schema_text(schema: object, path: str) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise _invalid(path, str(error)) from error
 
 
 def _assign(message: object, name: str, value: object, path: str) -> None:

@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from server.guidance.params import StructuredOutputsParams
     from server.llm import LLM
     from server.request import SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from server.request import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from server.guidance.params import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -136,6 +136,7 @@ class ServerConfig(Section):
         default=30.0, ge=0, description="how long live requests may finish after a signal to stop"
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="threads that tokenise and render prompts")
+    grammar_threads: int = Field(default=2, ge=1, le=64, description="threads that compile grammars of guided requests")
 
 
 class ObservabilityConfig(Section):

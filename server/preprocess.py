@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from server.errors import FieldViolation, InvalidRequest
+from server.guidance.compiler import GrammarCompiler
+from server.guidance.grammar import Grammar
+from server.guidance.params import StructuredOutputsParams
 from server.request import ModelInfo, Request, SamplingParams, SpeculationOptions
 from server.tokenizer import Tokenizer, longest_token
 
@@ -55,11 +58,14 @@ def check_request_id(request_id: str) -> None:
 
 
 class Preprocessor:
-    """Tokenises, validates against the loaded model and resolves every default; thread-safe, stateless."""
+    """Tokenises, validates against the loaded model, compiles grammars, resolves every default; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, model_info: ModelInfo) -> None:
         self.model_info = model_info
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(
+            tokenizer, vocab_size=model_info.vocab_size, eos_token_ids=model_info.eos_token_ids
+        )
         longest = longest_token(tokenizer)
         self._max_text_chars = math.inf if longest is None else longest * model_info.max_model_len
         self.token_text: Callable[[int], str] = functools.cache(self._decode_one)
@@ -94,14 +100,21 @@ class Preprocessor:
         self._check_speculation(speculation)
         bad_words = tuple(ids for i, word in enumerate(sampling.bad_words) for ids in self._bad_word_ids(i, word))
         token_ids = self._prompt_ids(prompt)
+        fitted = self._fit(sampling, len(token_ids), _FIELDS[type(prompt)])
+        resolved = self._resolved(speculation, sampling)
         eos = () if sampling.ignore_eos else self.model_info.eos_token_ids
+        grammar = None
+        if sampling.structured_outputs is not None:  # last, as it takes longest
+            grammar = self._compile(sampling.structured_outputs, resolved)
+            eos = grammar.eos_token_ids
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling=self._fit(sampling, len(token_ids), _FIELDS[type(prompt)]),
+            sampling=fitted,
             stop_token_ids=frozenset((*sampling.stop_token_ids, *eos)),
             bad_words_token_ids=bad_words,
-            speculation=self._resolved(speculation, sampling),
+            grammar=grammar,
+            speculation=resolved,
             priority=priority,
             cache_salt=cache_salt,
             arrival_s=arrival_s,
@@ -225,6 +238,11 @@ class Preprocessor:
                 for i, token_id in outside[:MAX_VIOLATIONS]
             )
         )
+
+    def _compile(self, params: StructuredOutputsParams, speculation: SpeculationOptions) -> Grammar:
+        if speculation.is_synthetic and speculation.enabled and speculation.num_speculative_tokens:
+            raise InvalidRequest.of(params.path, "no grammar can be kept while drafts are accepted at synthetic rates")
+        return self._grammars.compile(params)
 
     def _resolved(self, speculation: SpeculationOptions, sampling: SamplingParams) -> SpeculationOptions:
         """With the server's defaults for what the request leaves open."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from server.errors import FieldViolation, InvalidRequest
+from server.guidance.grammar import Grammar
+from server.guidance.params import StructuredOutputsParams
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 64
@@ -45,6 +47,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Freeze the sequences; one stop string may be given bare.
@@ -140,6 +143,7 @@ class Request:
         sampling: `max_tokens` is set and fits the context.
         stop_token_ids: ids that end a choice: the request's own, and EOS unless ignored.
         bad_words_token_ids: the token sequences of `sampling.bad_words`.
+        grammar: `sampling.structured_outputs`, compiled. `stop_token_ids` then has its EOS in any case.
         deadline_s: on the engine's monotonic clock; None never expires.
         arrival_s: on the same clock.
     """
@@ -149,6 +153,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     speculation: SpeculationOptions = SpeculationOptions()
     priority: int = 0
     cache_salt: str = ""

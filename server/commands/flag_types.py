@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 _Value = TypeVar("_Value")
@@ -64,6 +65,26 @@ def list_of(kind: Callable[[str], _Value], form: str) -> Callable[[str], list[_V
             return [kind(item) for item in text.split(",")] if text else []
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be {form}[,{form}...], got {text!r}") from None
+
+    return parse
+
+
+def file_or_text(mark: str) -> Callable[[str], str]:
+    """A parser of texts that may lie in a file.
+
+    Args:
+        mark: what every such text has in it, and hardly a file's name.
+    """
+
+    def parse(text: str) -> str:
+        if mark in text:
+            return text
+        try:
+            return Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} cannot be read as a file ({error}), and is no text with {mark!r} in it"
+            ) from None
 
     return parse
 

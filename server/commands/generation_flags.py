@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import cast
 
 from clients.requests import GenerateOptions, SamplingOptions
-from server.commands.flag_types import bias, integer, list_of, number, seconds, target
+from server.commands.flag_types import bias, file_or_text, integer, list_of, number, seconds, target
 
 _REQUEST_OPTIONS = ("speculation", "num_speculative_tokens", "speculation_metrics", "priority", "cache_salt")
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -58,6 +58,8 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
     ):
         sampling.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=words)
 
+    _add_constraint_flags(parser)
+
     request = parser.add_argument_group("request")
     request.add_argument("--speculation", action=argparse.BooleanOptionalAction, help="speculative decoding, if served")
     request.add_argument("--num-speculative-tokens", type=integer, metavar="K", help="most draft tokens per step")
@@ -67,6 +69,15 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
         )
     request.add_argument("--priority", type=integer, metavar="N", help="lower runs earlier under the priority policy")
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prefixes with the same salt only")
+
+
+def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("guided decoding", "what the answer must look like; one of them")
+    group.add_argument("--json-schema", type=file_or_text("{"), metavar="FILE|TEXT", help="JSON of this schema")
+    group.add_argument("--json-object", action="store_true", default=None, help="any JSON object")
+    group.add_argument("--regex", metavar="TEXT", help="text that matches as a whole")
+    group.add_argument("--grammar", type=file_or_text(":"), metavar="FILE|TEXT", help="text of this Lark grammar")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="one of these; to be given for each of them")
 
 
 def generation_options(args: argparse.Namespace) -> GenerateOptions:

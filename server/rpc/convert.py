@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from protos.outrider.v1 import inference_pb2 as pb
 from server.errors import FieldViolation, InvalidRequest
+from server.guidance.params import StructuredOutputsParams
 from server.preprocess import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from server.request import SamplingParams, SpeculationMetrics, SpeculationOptions
 
@@ -61,11 +62,27 @@ def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float
     if message.HasField("allowed_token_ids"):
         values["allowed_token_ids"] = tuple(message.allowed_token_ids.ids)
     try:
+        values["structured_outputs"] = _structured_outputs(message)
         return SamplingParams(**values)  # type: ignore[arg-type]  # each has the type of the field it was read from
     except InvalidRequest as error:
         raise InvalidRequest(
             *(FieldViolation(f"sampling.{violation.field}", violation.description) for violation in error.violations)
         ) from None
+
+
+def _structured_outputs(message: pb.SamplingParams) -> StructuredOutputsParams | None:
+    match message.WhichOneof("constraint"):
+        case "json_schema":
+            return StructuredOutputsParams(json=message.json_schema)
+        case "json_object":
+            return StructuredOutputsParams(json_object=message.json_object)
+        case "regex":
+            return StructuredOutputsParams(regex=message.regex)
+        case "grammar":
+            return StructuredOutputsParams(grammar=message.grammar)
+        case "choice":
+            return StructuredOutputsParams(choice=tuple(message.choice.choices))
+    return None
 
 
 def speculation_from_proto(message: pb.SpeculationOptions) -> SpeculationOptions:

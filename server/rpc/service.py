@@ -48,14 +48,19 @@ class InferenceService(InferenceServicer):
         engine: Engine,
         preprocessor: Preprocessor,
         pool: Executor,
+        grammar_pool: Executor,
         events: EventBus,
         *,
         max_message_bytes: int,
     ) -> None:
-        """Args: pool: runs what may block; its threads bound how much of that there is at a time."""
+        """Args:
+        pool: runs what may block; its threads bound how much of that there is at a time.
+        grammar_pool: the same for requests with grammars, which may take a second, and must not hold up the others.
+        """
         self._engine = engine
         self._preprocessor = preprocessor
         self._pool = pool
+        self._grammar_pool = grammar_pool
         self._events = events
         self._max_positions = positions_per_message(max_message_bytes)
         self._live_ids: set[str] = set()
@@ -146,7 +151,10 @@ class InferenceService(InferenceServicer):
         """Submit once tokenised, and write events meanwhile: an abort may come before the first token id."""
 
         async def prepare() -> None:
-            request = await self._in_pool(lambda: self._build(message, stream.request_id, arrival_s, deadline_s))
+            request = await self._in_pool(
+                lambda: self._build(message, stream.request_id, arrival_s, deadline_s),
+                self._pool if message.sampling.WhichOneof("constraint") is None else self._grammar_pool,
+            )
             record.num_prompt_tokens = len(request.prompt_token_ids)
             record.attributes = _request_attributes(request.sampling)
             self._engine.submit(stream, request)
@@ -219,8 +227,8 @@ class InferenceService(InferenceServicer):
         add_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return self._preprocessor.tokenize(prompt, add_special_tokens=add_special_tokens)
 
-    async def _in_pool(self, call: Callable[[], _Result]) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+    async def _in_pool(self, call: Callable[[], _Result], pool: Executor | None = None) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(pool or self._pool, call)
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, str | int | float | bool]:

@@ -46,6 +46,37 @@ def test_options_become_fields() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "sampling"),
+    [
+        ({"json_schema": {"type": "object"}}, pb.SamplingParams(json_schema='{"type": "object"}')),
+        ({"json_schema": "{}"}, pb.SamplingParams(json_schema="{}")),
+        ({"json_object": True, "regex": None}, pb.SamplingParams(json_object=True)),
+        ({"regex": "a+"}, pb.SamplingParams(regex="a+")),
+        ({"grammar": "start: /a/"}, pb.SamplingParams(grammar="start: /a/")),
+        ({"choice": ["x", "y"]}, pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["x", "y"]))),
+        ({"choice": []}, pb.SamplingParams(choice=pb.ChoiceConstraint())),
+    ],
+)
+def test_a_constraint_becomes_its_field(options: GenerateOptions, sampling: pb.SamplingParams) -> None:
+    assert generate_request("", options) == pb.GenerateRequest(text="", sampling=sampling)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"regex": "a", "choice": ["a"]}, "sampling.constraint"),
+        ({"json_schema": {"const": {1}}}, "sampling.json_schema"),
+        ({"regex": 1}, "sampling.regex"),
+        ({"choice": [1]}, "sampling.choice"),
+    ],
+)
+def test_constraints_that_cannot_be_sent_are_named(options: GenerateOptions, field: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request("", options)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
 def test_nothing_given_is_nothing_sent() -> None:
     assert generate_request("", {}) == pb.GenerateRequest(text="")
     assert generate_request(None, {"token_ids": []}) == pb.GenerateRequest(token_ids=pb.TokenIds())

@@ -7,6 +7,7 @@ import pytest
 
 from protos.outrider.v1 import inference_pb2 as pb
 from server.errors import InvalidRequest
+from server.guidance.params import StructuredOutputsParams
 from server.preprocess import ChatPrompt, TextPrompt, TokensPrompt
 from server.request import SamplingParams, SpeculationOptions
 from server.rpc.convert import prompt_from_proto, sampling_from_proto, speculation_from_proto
@@ -59,7 +60,9 @@ def test_every_field_arrives() -> None:
         prompt_logprobs=64,
         skip_special_tokens=False,
     )
-    assert {field.name for field, _ in message.ListFields()} == {field.name for field in message.DESCRIPTOR.fields}
+    constraints = {field.name for field in message.DESCRIPTOR.oneofs_by_name["constraint"].fields}  # one at a time
+    set_fields = {field.name for field, _ in message.ListFields()}
+    assert set_fields | constraints == {field.name for field in message.DESCRIPTOR.fields}
     assert sampling_from_proto(message, {}) == SamplingParams(
         temperature=0.5,
         top_k=4,
@@ -83,6 +86,36 @@ def test_every_field_arrives() -> None:
         prompt_logprobs=64,
         skip_special_tokens=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (pb.SamplingParams(json_schema="{}"), StructuredOutputsParams(json="{}")),
+        (pb.SamplingParams(json_object=True), StructuredOutputsParams(json_object=True)),
+        (pb.SamplingParams(regex=""), StructuredOutputsParams(regex="")),
+        (pb.SamplingParams(grammar="start: /a/"), StructuredOutputsParams(grammar="start: /a/")),
+        (
+            pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["x", ""])),
+            StructuredOutputsParams(choice=("x", "")),
+        ),
+    ],
+)
+def test_every_constraint_arrives(message: pb.SamplingParams, expected: StructuredOutputsParams) -> None:
+    assert sampling_from_proto(message, {}).structured_outputs == expected
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.SamplingParams(json_object=False), "sampling.json_object"),
+        (pb.SamplingParams(choice=pb.ChoiceConstraint()), "sampling.choice"),
+    ],
+)
+def test_constraints_that_say_nothing_are_refused(message: pb.SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sampling_from_proto(message, {})
+    assert [violation.field for violation in caught.value.violations] == [field]
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -55,7 +55,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.kv": (),
     "server.llm": ("clients", "server.compose", "server.preprocess"),
     "server.model": ("server.kernels", "server.tokenizer"),
-    "server.preprocess": ("server.tokenizer",),
+    "server.preprocess": ("server.guidance", "server.tokenizer"),
     "server.rpc": ("protos", "server.engine", "server.preprocess"),
     "server.scheduler": ("server.kv",),
     "server.telemetry": (),

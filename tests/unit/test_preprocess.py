@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest
+from server.guidance.params import StructuredOutputsParams
 from server.preprocess import ChatPrompt, Preprocessor, Prompt, TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 from server.tokenizer import Tokenizer, longest_token
@@ -201,3 +202,31 @@ def test_token_text_may_be_a_part_of_a_character(preprocessor: Preprocessor, tok
     first = tokenizer.encode("😶", add_special_tokens=False)[0]
     assert preprocessor.token_text(first) == "\ufffd"
     assert preprocessor.token_text(2) == "<|im_end|>"
+
+
+def test_a_grammar_comes_with_its_end(preprocessor: Preprocessor) -> None:
+    """Even where EOS is to be ignored: it is then what follows when the grammar allows nothing else."""
+    constraint = StructuredOutputsParams(regex="a+")
+    sampling = SamplingParams(structured_outputs=constraint, ignore_eos=True, stop_token_ids=[7])
+    request = build(preprocessor, TextPrompt("x"), sampling)
+    assert request.grammar is not None
+    assert request.stop_token_ids == {2, 7}
+    assert build(preprocessor, TextPrompt("y"), sampling).grammar is request.grammar
+    assert build(preprocessor, TextPrompt("x")).grammar is None
+
+
+def test_a_bad_grammar_is_refused_by_its_field(preprocessor: Preprocessor) -> None:
+    sampling = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+    assert "unclosed group" in refusal(preprocessor, TextPrompt("x"), sampling)["sampling.regex"]
+
+
+def test_a_grammar_and_synthetic_acceptance_exclude_each_other(tokenizer: Tokenizer) -> None:
+    preprocessor = Preprocessor(tokenizer, tiny_model_info(rejection_sample_method="synthetic"))
+    constraint = StructuredOutputsParams(json_object=True)
+    refused = refusal(preprocessor, TextPrompt("x"), SamplingParams(structured_outputs=constraint))
+    assert "synthetic" in refused["sampling.json_object"]
+    greedy = SamplingParams(structured_outputs=constraint, temperature=0)  # its drafts are judged by the model
+    assert build(preprocessor, TextPrompt("x"), greedy).grammar is not None
+    off = SpeculationOptions(enabled=False)
+    sampled = SamplingParams(structured_outputs=constraint)
+    assert preprocessor.build(TextPrompt("x"), sampled, request_id="r", speculation=off).grammar is not None
