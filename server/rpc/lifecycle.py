@@ -35,11 +35,19 @@ class GrpcServer:
 
         self._config = config
         self._pool = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+        self._grammar_pool = ThreadPoolExecutor(config.grammar_threads, thread_name_prefix="grammar")
         self._health = HealthService([SERVICE_NAME])
         self._server = grpc.aio.server(
             interceptors=[MalformedMessages(SERVICE_NAME, events)], options=_options(config.max_message_bytes)
         )
-        service = InferenceService(engine, preprocessor, self._pool, events, max_message_bytes=config.max_message_bytes)
+        service = InferenceService(
+            engine,
+            preprocessor,
+            self._pool,
+            self._grammar_pool,
+            events,
+            max_message_bytes=config.max_message_bytes,
+        )
         add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)
         self._admin = None if config.admin_uds is None else AdminSocket(config.admin_uds, engine, events)
@@ -73,6 +81,7 @@ class GrpcServer:
         if self._admin is not None:
             await self._admin.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
         if self._config.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._config.uds)
