@@ -42,10 +42,17 @@ class ResolvedConfig:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = FLAT_SECTIONS.keys()) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    sections: Collection[str] = FLAT_SECTIONS.keys(),
+    *,
+    takes_several: bool = False,
+) -> None:
     """Add a flag for every setting of the sections, in a group each, and --config.
 
     A flag that is not given leaves no attribute behind, so that it differs from every value.
+
+    Args: takes_several: --speculative-config may be given more than once; its attribute is the list.
     """
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file of settings by name")
     for section in (FLAT_SECTIONS[key] for key in sections):
@@ -65,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, sections: Collection[str] = F
     group = parser.add_argument_group("How draft tokens are made")
     group.add_argument(
         _flag(SPECULATIVE_CONFIG),
+        action="append" if takes_several else "store",
         metavar="JSON",
         default=argparse.SUPPRESS,
         help=f"JSON object, a list of them, or none for no speculation; method is one of {', '.join(BUILT_IN)}, "

@@ -3,27 +3,20 @@
 import argparse
 import asyncio
 import logging
-import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from clients.workload import random_prompts
 from server.commands.bench_environment import describe_host, describe_run
 from server.commands.bench_output import add_output, check_output, write_report
-from server.commands.bench_shapes import SHAPES, write_shape
+from server.commands.bench_settings import add_settings, check_capacity, given_settings, resolve_compiled
 from server.commands.flag_types import at_least, integer, list_of
-from server.config_sources import ResolvedConfig, add_arguments, resolve
-from server.errors import ConfigError
+from server.config_sources import ResolvedConfig
 from server.host import cpu_count
 from server.passing_thread import run_in_passing_thread
-from server.request import ModelInfo
 
 _LIBRARIES = ("torch", "triton", "transformers")
-_SECTIONS = ("model", "cache", "scheduler")
 _COLUMNS = (
     f"{'batch':>5} {'step ms':>9} {'min':>9} {'max':>9} {'tok/s':>9} {'floor ms':>9} {'x floor':>8} {'TTFT ms':>9} "
     f"{'prefill tok/s':>13} {'tok/step':>8}"
@@ -32,12 +25,6 @@ _COLUMNS = (
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add what is run and how often, and the settings of model and engine."""
-    parser.add_argument(
-        "--shape",
-        choices=SHAPES,
-        metavar="{" + ",".join(SHAPES) + "}",
-        help="a public architecture with random weights, in place of MODEL",
-    )
     parser.add_argument(
         "--batch-sizes",
         type=list_of(_batch_size, "SIZE"),
@@ -53,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{words} (default: {default})")
     add_output(parser)
-    add_arguments(parser, _SECTIONS)
+    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,32 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """
     check_output(args.output)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    with _resolved(args) as resolved:
-        report = asyncio.run(_measure(resolved, args))
+    with given_settings(args) as settings:
+        report = asyncio.run(_measure(resolve_compiled(settings), args))
     write_report(report, args.output)
     return 0
-
-
-@contextmanager
-def _resolved(args: argparse.Namespace) -> Iterator[ResolvedConfig]:
-    """The settings; the folder of a shape lives as long as they are used."""
-    settings = vars(args)
-    if args.shape is None:
-        yield _compiled(settings)
-        return
-    if taken := [name for name in ("model", "load_format") if name in settings]:
-        raise ConfigError(f"{taken[0]}: --shape brings its own; give one of the two")
-    with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
-        model = str(write_shape(args.shape, Path(folder)))
-        yield _compiled({"served_model_name": args.shape, **settings, "model": model, "load_format": "dummy"})
-
-
-def _compiled(settings: dict[str, object]) -> ResolvedConfig:
-    """What is measured is the final form, unless asked otherwise."""
-    resolved = resolve(settings, os.environ)
-    if resolved.sources["compile"] == "default":
-        return resolve({**settings, "compile": "wait"}, os.environ)
-    return resolved
 
 
 async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[str, object]:
@@ -101,7 +66,14 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
 
     core = build_core(resolved.config)
     info = core.engine.model_info
-    _check_sizes(args, info, resolved.config.scheduler.max_num_seqs)
+    check_capacity(
+        info,
+        resolved.config.scheduler.max_num_seqs,
+        flag="--batch-sizes",
+        batch=max(args.batch_sizes),
+        num_tokens=args.input_len + args.output_len,
+        lengths="--input-len + --output-len",
+    )
     bandwidth = run_in_passing_thread(partial(copy_bandwidth, info.device), "outrider-copy")
     report: dict[str, Any] = {
         **describe_run(_LIBRARIES),
@@ -144,24 +116,6 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
     finally:
         await core.engine.stop()
     return report
-
-
-def _check_sizes(args: argparse.Namespace, info: ModelInfo, max_num_seqs: int) -> None:
-    """Refuse what would be cut short, wait or be preempted: the table would not show it."""
-    batch, num_tokens = max(args.batch_sizes), args.input_len + args.output_len
-    if batch > max_num_seqs:
-        raise ConfigError(f"--batch-sizes: {batch} sequences do not run together; raise --max-num-seqs")
-    if num_tokens > info.max_model_len:
-        raise ConfigError(
-            f"--input-len + --output-len is {num_tokens} tokens, and {info.served_model_name} takes "
-            f"{info.max_model_len}"
-        )
-    num_blocks = batch * -(-num_tokens // info.block_size)
-    if num_blocks > info.num_kv_blocks:
-        raise ConfigError(
-            f"--batch-sizes: {batch} sequences of {num_tokens} tokens need {num_blocks} KV blocks, and there are "
-            f"{info.num_kv_blocks}; raise --kv-cache-memory-bytes"
-        )
 
 
 def _heading(report: Mapping[str, Any]) -> Iterator[str]:

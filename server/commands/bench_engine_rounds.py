@@ -24,6 +24,7 @@ class Round:
         num_steps: that the slowest sequence took for it; with speculation fewer than its tokens.
         num_tokens: generated in total.
         num_drafts, num_accepted: draft tokens verified, and those that were right.
+        num_draft_rows: verifications of a sequence's drafts.
     """
 
     ttft_s: float
@@ -32,6 +33,7 @@ class Round:
     num_tokens: int
     num_drafts: int
     num_accepted: int
+    num_draft_rows: int = 0
 
     @classmethod
     def of(cls, finished: Sequence[Finished]) -> "Round":
@@ -46,6 +48,7 @@ class Round:
             num_tokens=sum(end.num_completion_tokens for end in finished),
             num_drafts=sum(end.speculation.num_draft_tokens for end in finished),
             num_accepted=sum(end.speculation.num_accepted_draft_tokens for end in finished),
+            num_draft_rows=sum(end.speculation.num_spec_steps for end in finished),
         )
 
 

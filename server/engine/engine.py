@@ -193,6 +193,13 @@ class NativeEngine:
         finally:
             self._awaited.remove(changed)
 
+    def run_between_steps(self, action: Callable[[], None]) -> None:
+        """Run something on the step thread before its next step; may be called from any thread.
+
+        Args: action: quick; what it raises ends the engine.
+        """
+        self._inbox.put(action)
+
     def run_when_quiet(self, action: Callable[[], None], patience_s: float) -> None:
         """Run something on the step thread while no request is under way; may be called from any thread.
 

@@ -47,7 +47,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "protos": (),
     "server.__main__": ("server.cli",),
     "server.cli": ("server.commands",),
-    "server.commands": ("clients", "protos", "server.compose", "server.model.resolve", "server.preprocess"),
+    "server.commands": (
+        *("clients", "protos", "server.compose", "server.model.resolve", "server.preprocess"),
+        "server.scheduler.draft_policy",  # which its benchmark compares
+    ),
     "server.compose": EVERYTHING,
     "server.engine": ("server.scheduler",),
     "server.guidance": ("server.tokenizer",),
@@ -60,7 +63,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.scheduler": ("server.kv",),
     "server.telemetry": (),
     "server.tokenizer": (),
-    "server.worker": ("proposers.chain", "server.kernels", "server.model"),
+    "server.worker": ("proposers.chain", "proposers.network", "server.kernels", "server.model"),
 }
 """What each part may import besides itself and the leaves. A new part needs a line here."""
 

@@ -1,0 +1,116 @@
+"""`outrider bench speculation`: every number of drafts, and the policy auto, by turns in one engine."""
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from server.commands.bench_environment import describe_host, describe_run
+from server.commands.bench_output import add_output, check_output, write_report
+from server.commands.bench_settings import add_settings, given_settings, resolve_compiled
+from server.commands.bench_speculation_load import GOALS, WORKLOADS, Load
+from server.commands.flag_types import at_least, integer, list_of, number
+from server.config_sources import ResolvedConfig
+from server.errors import ConfigError
+from server.speculative_config import SPECULATIVE_CONFIG, PolicyConfig
+
+_LIBRARIES = ("torch", "triton", "transformers")
+_RANDOM = {"method": "server.commands.bench_random_drafts:RandomConfig", "num_speculative_tokens": 8}
+_DEFAULT_CONFIGS = ('{"method": "ngram", "num_speculative_tokens": 8}', "random")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what is run and how often, and the settings of model and engine."""
+    words = "{" + ",".join(WORKLOADS) + "}"
+    for name, kind, default, metavar, help_text in (
+        ("--concurrency", list_of(at_least(1), "SIZE"), [1, 4, 8, 16], "SIZE[,SIZE...]", "sequences that run together"),
+        (
+            "--drafts",
+            list_of(at_least(0), "K"),
+            [0, 1, 2, 3, 5, 8],
+            "K[,K...]",
+            "fixed numbers of drafts; one beyond what the proposer makes stands for that",
+        ),
+        (
+            "--workloads",
+            list_of(_workload, words),
+            list(WORKLOADS),
+            f"{words}[,...]",
+            "prompts of a few words again and again, of prose and code, and of random ids",
+        ),
+    ):
+        parser.add_argument(
+            name,
+            type=kind,
+            default=default,
+            metavar=metavar,
+            help=f"{help_text} (default: {','.join(map(str, default))})",
+        )
+    for name, parse, value, metavar, help_text in (
+        ("--input-len", at_least(1), 64, "TOKENS", "of each prompt"),
+        ("--output-len", at_least(2), 128, "TOKENS", "generated for each"),
+        ("--temperature", number, 0.0, "NUMBER", "of sampling; 0 is greedy"),
+        ("--repeat", at_least(1), 5, "N", "measured turns, each with every number of drafts and auto"),
+        (
+            "--change-steps",
+            at_least(0),
+            50,
+            "STEPS",
+            "that auto has to adapt when workload and load change, and that are measured then; 0 leaves this out",
+        ),
+        ("--seed", integer, 0, "SEED", "of the prompts"),
+    ):
+        parser.add_argument(name, type=parse, default=value, metavar=metavar, help=f"{help_text} (default: {value})")
+    add_output(parser)
+    add_settings(parser, takes_several=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """For each proposer build the engine, measure, print a table; write the JSON.
+
+    Raises: ConfigError for settings that do not go together; whatever loading the model raises.
+    """
+    check_output(args.output)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    # That a fixed number of bad drafts does not pay is what is measured.
+    logging.getLogger("server.scheduler.speculation_watch").setLevel(logging.ERROR)
+    load = Load.of(args)
+    with given_settings(args) as settings:
+        configs = [_resolved(settings, text) for text in vars(args).get(SPECULATIVE_CONFIG, _DEFAULT_CONFIGS)]
+        # Imports torch, which a wrong argument can do without.
+        from server.commands.bench_speculation_proposer import measure_proposer
+
+        report: dict[str, Any] = {
+            **describe_run(_LIBRARIES),
+            "host": describe_host(),
+            "load": asdict(load),
+            "settings": {name: it for name, it in configs[0].config.flat().items() if name != SPECULATIVE_CONFIG},
+            "goals": GOALS,
+            "proposers": [],
+        }
+        for resolved in configs:
+            report["proposers"].append(asyncio.run(measure_proposer(resolved.config, load)))
+            gc.collect()  # one model at a time
+    write_report(report, args.output)
+    return 0
+
+
+def _resolved(settings: Mapping[str, object], text: str) -> ResolvedConfig:
+    config = json.dumps(_RANDOM) if text == "random" else text
+    resolved = resolve_compiled({**settings, SPECULATIVE_CONFIG: config})
+    speculative = resolved.config.speculative
+    if speculative is None:
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: name a proposer; without one there is nothing to measure")
+    if speculative.policy != PolicyConfig():
+        raise ConfigError(f"{SPECULATIVE_CONFIG}: policies are what is measured; leave them out of {text}")
+    return resolved
+
+
+def _workload(text: str) -> str:
+    if text not in WORKLOADS:
+        raise ValueError(text)
+    return text
