@@ -27,7 +27,8 @@ from server.kv.block_pool import BlockPool
 from server.model.attention import CPU_ATTENTION_NAME
 from server.model.compilation import Compilation
 from server.model.compiled_model import CompileOrder
-from server.model.device import choose_device, choose_dtype
+from server.model.device import choose_device, choose_dtype, choose_kv_dtype
+from server.model.fingerprint import kv_fingerprint
 from server.model.footprint import Footprint
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
@@ -83,8 +84,9 @@ def _build_core(config: Config) -> Core:
     torch.set_num_threads(num_threads)
     logger.info("%d threads", num_threads)
     _check_budget(config)
+    kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")
     loaded = load_model(config.model, device, dtype)
-    geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, dtype)
+    geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, kv_dtype)
     footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)
     is_packed = can_pack(device) and not config.model.enforce_eager
     if is_packed:
@@ -116,8 +118,8 @@ def _build_core(config: Config) -> Core:
     graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
     budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
     num_blocks = num_blocks_for(geometry, budget)
-    info = _model_info(config, loaded, num_blocks - 1, device, dtype, proposers)
-    _log_capacity(info)
+    info = _model_info(config, loaded, num_blocks - 1, device, kv_dtype, proposers)
+    _log_capacity(info, kv_dtype)
     kv = allocate_kv(geometry, num_blocks, device)
     runner = build_runner(kv, max_tokens=info.max_request_len)
     bus = EventBus()
@@ -242,7 +244,8 @@ def _compilation(config: Config, loaded: LoadedModel, geometry: KVGeometry, num_
         return None
     order = CompileOrder(
         model_folder=str(loaded.folder),
-        dtype=str(geometry.dtype).removeprefix("torch."),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
+        kv_dtype=str(geometry.dtype).removeprefix("torch."),
         attention=attention,
         kv_shape=(geometry.num_layers, geometry.num_kv_heads, geometry.block_size, 2 * geometry.head_dim),
         num_threads=num_threads,
@@ -265,7 +268,7 @@ def _model_info(
     loaded: LoadedModel,
     num_kv_blocks: int,
     device: torch.device,
-    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     proposers: Sequence[Proposer | HostProposer],
 ) -> ModelInfo:
     longest, asked = loaded.max_position_embeddings, config.model.max_model_len
@@ -287,7 +290,7 @@ def _model_info(
         max_request_len=min(max_model_len, pool_tokens),
         eos_token_ids=loaded.eos_token_ids,
         generation_defaults=loaded.generation_defaults,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
         device=str(device),
         block_size=config.cache.block_size,
         num_kv_blocks=num_kv_blocks,
@@ -296,16 +299,17 @@ def _model_info(
         rejection_sample_method=_acceptance(speculative).method.name.lower(),
         speculation_metrics=config.observability.speculation_metrics,
         drafts_on_host=any(isinstance(proposer, HostProposer) for proposer in proposers),
-        fingerprint=loaded.fingerprint,
+        fingerprint=kv_fingerprint(loaded.fingerprint, kv_dtype),
     )
 
 
-def _log_capacity(info: ModelInfo) -> None:
+def _log_capacity(info: ModelInfo, kv_dtype: torch.dtype) -> None:
     pool_tokens = info.num_kv_blocks * info.block_size
     logger.info(
-        "KV cache: %d blocks of %d tokens, %d tokens, %.2f requests of full length (%d tokens)",
+        "KV cache: %d blocks of %d tokens in %s, %d tokens, %.2f requests of full length (%d tokens)",
         info.num_kv_blocks,
         info.block_size,
+        str(kv_dtype).removeprefix("torch."),
         pool_tokens,
         pool_tokens / info.max_model_len,
         info.max_model_len,

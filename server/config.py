@@ -16,6 +16,12 @@ from server.errors import ConfigError
 from server.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, parse_speculative_config
 from server.suggestions import did_you_mean
 
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
+KV_CACHE_DTYPE_HELP = (
+    "type that keys and values are kept in; auto is the model's own; fp8_e4m3, without scales, takes half the memory "
+    "of bfloat16; float16 on CUDA, or as the model's own"
+)
+
 
 class ModelConfig(Section):
     """Which model is served, and how it is loaded."""
@@ -77,6 +83,7 @@ class CacheConfig(Section):
     kv_cache_memory_bytes: ByteCount | None = Field(
         default=None, ge=1, description="size of the KV cache, such as 512MiB; goes before gpu-memory-utilization"
     )
+    kv_cache_dtype: KVCacheDtype = Field(default="auto", description=KV_CACHE_DTYPE_HELP)
     gpu_memory_utilization: float = Field(
         default=0.9, gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache together"
     )

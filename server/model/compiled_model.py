@@ -22,12 +22,14 @@ class CompileOrder:
 
     Attributes:
         model_folder: has config.json. dtype: of weights and activations. attention: name of the attention function.
+        kv_dtype: of the KV cache.
         kv_shape: of a block, (layers, kv_heads, block_size, 2 * head_dim). num_threads: torch's, when it runs.
         trusts_code: whether the model's own Python code may be run.
     """
 
     model_folder: str
     dtype: str
+    kv_dtype: str
     attention: str
     kv_shape: tuple[int, ...]
     num_threads: int
@@ -39,7 +41,7 @@ class CompileOrder:
         config = (Path(self.model_folder) / "config.json").read_text(encoding="utf-8")
         sources = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in _SOURCES]
         parts = [torch.__version__, transformers.__version__, cpu_features(), config, *sources]
-        parts += [self.dtype, self.attention, str(self.kv_shape), str(self.num_threads > 1)]
+        parts += [self.dtype, self.kv_dtype, self.attention, str(self.kv_shape), str(self.num_threads > 1)]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

@@ -3,8 +3,12 @@
 import torch
 
 from server.errors import ConfigError
+from server.kernels import cpu_attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {**DTYPES, "fp8_e4m3": torch.float8_e4m3fn}
+_FIRST_WITH_FP8 = (8, 9)
+"""Compute capability."""
 
 
 def choose_device(name: str) -> tuple[torch.device, str]:
@@ -40,6 +44,23 @@ def choose_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
     if name == "bfloat16" and lacks_bfloat16:
         raise ConfigError(f"--dtype bfloat16: {device} does not compute in it; use --dtype float16 or float32")
     return DTYPES[name], "asked for with --dtype"
+
+
+def choose_kv_dtype(name: str, device: torch.device, dtype: torch.dtype, setting: str) -> torch.dtype:
+    """The type that "auto" or one of KV_DTYPES stands for in the KV cache of a model computed in `dtype`.
+
+    Args: setting: to be named where it is refused.
+
+    Raises: ConfigError if attention on the device cannot read that type.
+    """
+    chosen = dtype if name == "auto" else KV_DTYPES[name]
+    if device.type == "cpu" and chosen not in (dtype, *cpu_attention.KV_DTYPES):
+        raise ConfigError(f"{setting} {name}: the CPU keeps float32, bfloat16, fp8_e4m3 or the model's own type")
+    if device.type == "cuda" and name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        raise ConfigError(
+            f"{setting} {name}: {device} does not convert it, GPUs of compute capability 8.9 and above do"
+        )
+    return chosen
 
 
 def _why_no_cuda() -> str:

@@ -24,17 +24,24 @@ _CONFIG_FIELDS = (
 )
 
 
-def fingerprint(weights: WeightFiles, config: PreTrainedConfig, dtype: torch.dtype) -> bytes:
+def weights_digest(weights: WeightFiles) -> str:
+    """Hex; equal for equal files, in order, wherever they are."""
+    return hashlib.sha256(b"".join(digest_file(path) for path in weights.paths)).hexdigest()
+
+
+def fingerprint(digest: str, config: PreTrainedConfig, dtype: torch.dtype) -> bytes:
     """SHA-256 over weights, KV geometry, rope, quantisation, computation type and format version.
 
     The same in every process and on every machine for the same files: it depends neither on
-    paths nor on the number of threads that computed it.
+    paths nor on the number of threads that computed it. It says nothing of the cache, see kv_fingerprint.
+
+    Args: digest: see weights_digest.
     """
     described = config.to_dict()
     canonical = json.dumps(
         {
             "format": KV_FORMAT_VERSION,
-            "weights": [digest_file(path).hex() for path in weights.paths],
+            "weights": digest,
             "dtype": str(dtype).removeprefix("torch."),
             **{name: described.get(name) for name in _CONFIG_FIELDS},
         },
@@ -42,6 +49,11 @@ def fingerprint(weights: WeightFiles, config: PreTrainedConfig, dtype: torch.dty
         default=str,
     )
     return hashlib.sha256(canonical.encode()).digest()
+
+
+def kv_fingerprint(model: bytes, kv_dtype: torch.dtype) -> bytes:
+    """Of the KV that a model with this fingerprint leaves in a cache of that type: equal where it can be exchanged."""
+    return hashlib.sha256(model + str(kv_dtype).removeprefix("torch.").encode()).digest()
 
 
 def digest_file(path: Path) -> bytes:

@@ -86,7 +86,7 @@ def _model_without_memory(order: CompileOrder) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=order.attention, trust_remote_code=order.trusts_code
         )
-        bind_kv(model.base_model, torch.empty(NUM_BLOCKS, *order.kv_shape, dtype=dtype))
+        bind_kv(model.base_model, torch.empty(NUM_BLOCKS, *order.kv_shape, dtype=getattr(torch, order.kv_dtype)))
     return model.eval().requires_grad_(False)
 
 

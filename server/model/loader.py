@@ -14,7 +14,7 @@ from server.config import ModelConfig
 from server.errors import ModelError
 from server.model.attention import attention_name
 from server.model.dummy import dummy_folder, dummy_weights, make_dummy_model
-from server.model.fingerprint import fingerprint
+from server.model.fingerprint import fingerprint, weights_digest
 from server.model.generation_defaults import eos_token_ids, generation_defaults
 from server.model.memory import check_fits
 from server.model.no_tokenizer import NoTokenizer, has_tokenizer
@@ -41,7 +41,8 @@ class LoadedModel:
         head_dim: the same for K and V in all layers.
         eos_token_ids: sorted; end a choice unless ignore_eos.
         generation_defaults: SamplingParams fields that the model's makers recommend.
-        fingerprint: SHA-256; equal in all processes whose KV can be exchanged.
+        weights_digest: hex; equal for equal files of weights.
+        fingerprint: SHA-256; equal in all processes that compute the same KV.
     """
 
     model: PreTrainedModel
@@ -57,6 +58,7 @@ class LoadedModel:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: Mapping[str, float | int]
+    weights_digest: str
     fingerprint: bytes
 
 
@@ -85,6 +87,7 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         model = _load_weights(folder, weights, model_config, config, device, dtype)
     check_model(model)
     num_kv_heads, head_dim = _kv_geometry(model_config)
+    digest = weights_digest(weights)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -99,7 +102,8 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         max_position_embeddings=_max_position(model_config, config),
         eos_token_ids=eos_token_ids(folder, model_config, tokenizer),
         generation_defaults=generation_defaults(folder) if config.generation_config == "auto" else {},
-        fingerprint=fingerprint(weights, model_config, dtype),
+        weights_digest=digest,
+        fingerprint=fingerprint(digest, model_config, dtype),
     )
 
 

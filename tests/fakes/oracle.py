@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import EngineUnderTest
 from tests.fakes.prompts import load_prompts
-from tests.fakes.reference_model import ForkCounter, Greedy, Reference
+from tests.fakes.reference_model import TIE_GAP, ForkCounter, Greedy, Reference
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,19 @@ class Oracle:
             self.forks.check(expected, outcome.only.token_ids)
 
 
-def ask_transformers(folder: Path, device: str, *, limit: int, max_tokens: int, chosen: Sequence[int]) -> Oracle:
-    """An oracle for the prompts of these numbers."""
+def ask_transformers(
+    folder: Path,
+    device: str,
+    *,
+    limit: int,
+    max_tokens: int,
+    chosen: Sequence[int],
+    kv_dtype: torch.dtype = torch.float32,
+    tie_gap: float = TIE_GAP,
+) -> Oracle:
+    """An oracle in float32 for the prompts of these numbers; kv_dtype: of what it keeps between tokens."""
     everything = load_prompts(AutoTokenizer.from_pretrained(folder), limit)
     prompts = [everything[number] for number in chosen]
-    reference = Reference(folder, device)
+    reference = Reference(folder, device, kv_dtype=kv_dtype)
     answers = [reference.greedy(prompt, min(max_tokens, limit - len(prompt))) for prompt in prompts]
-    return Oracle(folder, limit, max_tokens, prompts, answers, ForkCounter())
+    return Oracle(folder, limit, max_tokens, prompts, answers, ForkCounter(tie_gap))

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 TIE_GAP = 1e-4
 """Where the two likeliest logits are closer, float32 rounding may choose either."""
@@ -21,15 +22,38 @@ class Greedy:
     gaps: list[float]
 
 
+class RoundingCache(DynamicCache):
+    """Keeps keys and values as a cache of another type would give them back."""
+
+    def __init__(self, kv_dtype: torch.dtype) -> None:
+        super().__init__()
+        self._kv_dtype = kv_dtype
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """transformers' own, of rounded numbers."""
+        rounded = (states.to(self._kv_dtype).to(states.dtype) for states in (key_states, value_states))
+        updated: tuple[Tensor, Tensor] = super().update(*rounded, *args, **kwargs)
+        return updated
+
+
 class Reference:
     """A model as transformers loads it; greedy answers are kept."""
 
-    def __init__(self, folder: Path | str, device: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path | str,
+        device: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Args: kv_dtype: of keys and values between the tokens of greedy answers; None is `dtype`."""
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager"
         )
         self.model.to(device).eval()
         self._device = device
+        self._kv_dtype = dtype if kv_dtype is None else kv_dtype
         self._answers: dict[tuple[tuple[int, ...], int, int | None], Greedy] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, *, eos_token_id: int | None = None) -> Greedy:
@@ -46,6 +70,7 @@ class Reference:
         output = self.model.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
+            past_key_values=RoundingCache(self._kv_dtype),
             max_new_tokens=max_tokens,
             do_sample=False,
             output_logits=True,
@@ -65,7 +90,8 @@ class Reference:
 class ForkCounter:
     """Compares answers with the oracle; ids may differ from a tie on, and ties must be rare."""
 
-    def __init__(self) -> None:
+    def __init__(self, tie_gap: float = TIE_GAP) -> None:
+        self._tie_gap = tie_gap
         self.num_tokens = 0
         self.num_forks = 0
 
@@ -75,7 +101,9 @@ class ForkCounter:
         for i, (wanted, got) in enumerate(zip(expected.token_ids, token_ids, strict=True)):
             self.num_tokens += 1
             if wanted != got:
-                assert expected.gaps[i] < TIE_GAP, f"token {i} is {got}, not {wanted}, by a gap of {expected.gaps[i]}"
+                assert expected.gaps[i] < self._tie_gap, (
+                    f"token {i} is {got}, not {wanted}, by a gap of {expected.gaps[i]}"
+                )
                 self.num_forks += 1
                 break
         assert self.num_forks <= max(1, self.num_tokens / TOKENS_PER_FORK)

@@ -69,12 +69,22 @@ def _ids(llm: LLM, prompts: Sequence[dict[str, list[int]]]) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_layers_answer_as_the_models_own(folder: Path, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        ("float32", "auto"),
+        ("bfloat16", "auto"),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.full),
+        pytest.param("float32", "fp8_e4m3", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_layers_answer_as_the_models_own(
+    folder: Path, dtype: str, kv_dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    with _llm(folder, dtype, "none") as llm:
+    with _llm(folder, dtype, "none", kv_cache_dtype=kv_dtype) as llm:
         expected = _ids(llm, PROMPTS)
-    with _llm(folder, dtype, "wait") as llm:
+    with _llm(folder, dtype, "wait", kv_cache_dtype=kv_dtype) as llm:
         assert RUNS_COMPILED in caplog.text
         alone = [_ids(llm, [prompt])[0] for prompt in PROMPTS]
         together = _ids(llm, PROMPTS)
@@ -91,7 +101,8 @@ def test_compiled_layers_answer_as_the_models_own(folder: Path, dtype: str, capl
         "prompt_lookup_min": 1,
         "policy": "fixed",
     }
-    with _llm(folder, dtype, "wait", speculative_config=drafts, max_num_batched_tokens=64) as llm:
+    settings = {"kv_cache_dtype": kv_dtype, "speculative_config": drafts, "max_num_batched_tokens": 64}
+    with _llm(folder, dtype, "wait", **settings) as llm:
         assert _ids(llm, PROMPTS) == alone
 
 
@@ -138,7 +149,7 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(
 
 
 def test_the_process_that_compiles_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
-    order = CompileOrder(str(folder), "float32", CPU_ATTENTION_NAME, (3, 2, 16, 32), 1, trusts_code=False)
+    order = CompileOrder(str(folder), "float32", "float32", CPU_ATTENTION_NAME, (3, 2, 16, 32), 1, trusts_code=False)
     command = [sys.executable, "-m", "server.model.layer_compile", order.to_json(), str(tmp_path / "target")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None

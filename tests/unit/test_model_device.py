@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from server.errors import ConfigError
-from server.model.device import choose_device, choose_dtype
+from server.model.device import choose_device, choose_dtype, choose_kv_dtype
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -61,3 +61,28 @@ def test_dtype_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_dtype("auto", CUDA) == (torch.float16, "the GPU does not compute in bfloat16")
     with pytest.raises(ConfigError, match="--dtype bfloat16: cuda:0 does not compute in it"):
         choose_dtype("bfloat16", CUDA)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float16, torch.float16),
+        ("bfloat16", torch.float32, torch.bfloat16),
+        ("fp8_e4m3", torch.bfloat16, torch.float8_e4m3fn),
+        ("float16", torch.float16, torch.float16),
+    ],
+)
+def test_the_cache_has_a_type_of_its_own(name: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    assert choose_kv_dtype(name, CPU, dtype, "--kv-cache-dtype") == expected
+
+
+def test_a_cache_that_attention_cannot_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype float16: the CPU keeps float32, bfloat16, fp8_e4m3 or"):
+        choose_kv_dtype("float16", CPU, torch.bfloat16, "--kv-cache-dtype")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    assert choose_kv_dtype("float16", CUDA, torch.bfloat16, "--kv-cache-dtype") == torch.float16
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_e4m3: cuda:0 does not convert it"):
+        choose_kv_dtype("fp8_e4m3", CUDA, torch.bfloat16, "kv_cache_dtype")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
+    assert choose_kv_dtype("fp8_e4m3", CUDA, torch.bfloat16, "kv_cache_dtype") == torch.float8_e4m3fn
