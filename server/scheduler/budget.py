@@ -35,8 +35,8 @@ class TokenBudget:
         self._reserved -= 1
         if sequence.tokens_lower >= sequence.limit or self._left < 1:
             return None  # what is in flight ends it, or it must wait
-        if num_allowed and sequence.drafts_on_host and sequence.in_flight:
-            return None  # its drafts are made once that has settled
+        if sequence.in_flight and (sequence.is_guided or (num_allowed and sequence.drafts_on_host)):
+            return None  # its masks or drafts are made once that has settled
         # Drafts to verify: what the device is known to hold, or the most it can hold by then.
         held = sequence.num_speculative_tokens if sequence.in_flight else sequence.num_next_drafts
         if not num_allowed:

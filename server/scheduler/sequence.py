@@ -45,6 +45,7 @@ class Sequence:
         num_next_drafts: drafts waiting on the device, known while nothing is in flight.
         epoch: grows with each preemption; results of an older one are stale.
         drafts_on_host: whether its drafts are made on the host, from settled tokens.
+        is_guided: whether it follows a grammar, whose masks are made on the host, from settled tokens.
         num_prompt: tokens of the prompt.
         limit: most tokens it may have, prompt included.
         tokens_upper: most tokens it can have once everything in flight has settled.
@@ -73,6 +74,7 @@ class Sequence:
     is_finished: bool = False
     in_flight: deque[InFlight] = field(default_factory=deque)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    is_guided: bool = field(init=False)
     num_prompt: int = field(init=False)
     limit: int = field(init=False)
     tokens_upper: int = field(init=False)
@@ -83,6 +85,7 @@ class Sequence:
         """Derive what is kept; nothing is in flight yet."""
         max_tokens = self.request.sampling.max_tokens
         assert max_tokens is not None
+        self.is_guided = self.request.grammar is not None
         self.num_prompt = len(self.request.prompt_token_ids)
         self.limit = self.num_prompt + max_tokens
         self.tokens_upper = self.tokens_lower = len(self.token_ids)

@@ -13,7 +13,8 @@ def apply_stop_rules(sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[tu
     stop_token_ids = sequence.request.stop_token_ids
     if num_before + len(token_ids) < sequence.limit and stop_token_ids.isdisjoint(token_ids):
         return token_ids, None  # nearly always, at no cost for each token
-    first_eligible = sequence.num_prompt + sequence.request.sampling.min_tokens
+    # A grammar's masks keep the minimum themselves, and let it go where the grammar is at its end before.
+    first_eligible = sequence.num_prompt + (0 if sequence.is_guided else sequence.request.sampling.min_tokens)
     for count, token_id in enumerate(token_ids, start=1):
         num_tokens = num_before + count
         if token_id in stop_token_ids and num_tokens > first_eligible:
