@@ -41,10 +41,13 @@ def layer_config(folder: Path, config: Mapping[str, Any]) -> PreTrainedConfig:
         raise ModelError(f"{folder} has decoder layers of {name}; supported are those of {', '.join(KINDS)}")
     kind = KINDS[name]
     try:
-        return kind.config.from_dict({**config, "model_type": kind.config.model_type})
+        layers = kind.config.from_dict({**config, "model_type": kind.config.model_type})
     except Exception as error:  # whatever the JSON leads to: ValueError, KeyError, TypeError, ...
         reason = " ".join(str(error).split())
         raise ModelError(f"{folder / 'config.json'} describes no decoder layers: {reason}") from error
+    if layers.num_hidden_layers < 1:
+        raise ModelError(f"{folder / 'config.json'} describes no decoder layers: num_hidden_layers is 0")
+    return layers
 
 
 def kind_of(config: PreTrainedConfig) -> DecoderKind:

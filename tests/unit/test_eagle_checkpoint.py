@@ -164,6 +164,7 @@ REFUSALS = [
     (set_to(eagle_aux_hidden_state_layer_ids=[1, 6]), r"in front of the layers \[1, 6\] of its target, which has 6"),
     (set_to(model_type="mamba"), r"decoder layers of mamba; supported are those of llama, qwen2, qwen3"),
     (set_to(hidden_size="wide"), r"describes no decoder layers"),
+    (set_to(num_hidden_layers=0), r"describes no decoder layers: num_hidden_layers is 0"),
     (set_to(speculators_model_type="peagle"), r"of the kind peagle, and the method is eagle3"),
     (drop("midlayer.hidden_norm.weight"), r"of the kind eagle, and the method is eagle3"),
 ]
