@@ -36,18 +36,16 @@ class EagleNetwork:
         head: EagleHead,
         target: TargetModel,
         device: torch.device,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype,
     ) -> None:
-        """Args: kv_dtype: of K and V; None is the target's. Raises: ModelError for weights that do not fit."""
+        """Args: kv_dtype: of K and V. Raises: ModelError for weights that do not fit."""
         config = head.config
         self.hidden_size: int = config.hidden_size
         self.max_num_tokens: int | None = config.max_position_embeddings
         self.features: Features = "last" if head.taps is None else head.taps
         self.num_features: int = target.config.hidden_size * (1 if head.taps is None else len(head.taps))
         self.to_target = None if head.to_target is None else head.to_target.to(device)
-        self.kv_shape = KVShape(
-            config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype or target.dtype
-        )
+        self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype)
         config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
         with torch.device("meta"):
             layers = EagleLayers if head.kind == "eagle" else Eagle3Layers

@@ -2,11 +2,14 @@
 
 from typing import Literal
 
+import torch
 from pydantic import Field
 
 from proposers.base import TargetModel, TargetView
 from proposers.config import ProposerConfig
+from server.config import KVCacheDtype
 from server.errors import ConfigError
+from server.model.device import choose_kv_dtype
 
 
 class NetworkConfig(ProposerConfig):
@@ -41,3 +44,15 @@ class NetworkConfig(ProposerConfig):
                 f"got {self.draft_tensor_parallel_size}"
             )
         return target.network
+
+
+class KVNetworkConfig(NetworkConfig):
+    """Settings of a network that keeps K and V of its own."""
+
+    kv_cache_dtype: KVCacheDtype = Field(
+        default="auto", description="type of the K and V that the network keeps; auto is the type it computes in"
+    )
+
+    def kv_dtype(self, target: TargetView, dtype: torch.dtype) -> torch.dtype:
+        """What K and V of a network computed in `dtype` are kept in. Raises: ConfigError."""
+        return choose_kv_dtype(self.kv_cache_dtype, target.device, dtype, "speculative_config.kv_cache_dtype")

@@ -33,7 +33,7 @@ def read(folder: Path, target: TargetModel, kind: Kind) -> EagleHead:
 
 
 def load(folder: Path, target: TargetModel, kind: Kind) -> EagleNetwork:
-    return EagleNetwork(read(folder, target, kind), target, torch.device("cpu"))
+    return EagleNetwork(read(folder, target, kind), target, torch.device("cpu"), torch.float32)
 
 
 def same(first: EagleHead, second: EagleHead) -> bool:

@@ -50,7 +50,7 @@ def target(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Target
 
 def network_of(folder: Path, target: TargetModel, device: str, *, is_eagle3: bool) -> EagleNetwork:
     head = eagle_head(read_checkpoint(str(folder)), target, "eagle3" if is_eagle3 else "eagle")
-    network = EagleNetwork(head, target, torch.device(device))
+    network = EagleNetwork(head, target, torch.device(device), torch.float32)
     shape = network.kv_shape
     geometry = KVGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, BLOCK, shape.dtype)
     network.bind_kv(allocate_kv(geometry, 1 + len(LENGTHS) * 2, torch.device(device)).normal_())
