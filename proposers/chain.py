@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from proposers.base import Draft, DraftVocabulary, HostProposer, ProposeInput, Proposer
+from proposers.network import BatchReader, Follower
 
 
 class ProposerChain:
@@ -33,25 +34,31 @@ class ProposerChain:
         return all(member.runs_on_device for _, member in self._members)
 
     @property
+    def needs_hidden(self) -> bool:
+        """Whether a member does."""
+        return any(getattr(member, "needs_hidden", False) for _, member in self._members)
+
+    @property
     def vocabulary(self) -> DraftVocabulary | None:
         """The target's, if a member draws."""
         return DraftVocabulary(self._vocab_size, torch.float32) if self._draws else None
 
     def propose(self, inputs: ProposeInput) -> Draft:
         """The first draft of each row that has tokens; that of the last member where none has."""
+        is_drawn = self._draws and (inputs.sampling is None or inputs.sampling.has_unseeded)
         chosen: Draft | None = None
         for rank, member in self._members:
-            draft = self._widened(member, member.propose(inputs), rank)
+            draft = self._widened(member, member.propose(inputs), rank, is_drawn=is_drawn)
             chosen = draft if chosen is None else _merged(chosen, draft)
         assert chosen is not None
         return chosen
 
-    def _widened(self, member: Proposer, draft: Draft, rank: int) -> Draft:
-        """A member's draft as wide as the widest, with its rank, and with logits if the chain has any."""
+    def _widened(self, member: Proposer, draft: Draft, rank: int, *, is_drawn: bool) -> Draft:
+        """A member's draft as wide as the widest, with its rank, and with logits if any draft is drawn."""
         num_missing = self.num_speculative_tokens - draft.ids.shape[1]
         ids = torch.nn.functional.pad(draft.ids, (0, num_missing), value=-1)
         logits = None
-        if self._draws:
+        if is_drawn:
             logits = _target_logits(member, draft, self._vocab_size)
             logits = torch.nn.functional.pad(logits, (0, 0, 0, num_missing))
         return Draft(ids, draft.counts, logits, torch.full_like(draft.counts, rank))
@@ -63,11 +70,14 @@ class Arrangement:
 
     Attributes:
         on_device: one that stands for all of those on the device; None if there are none.
+        readers, followers: those on the device that look into the batch, and that follow what the target computes.
         on_host: with the rank of each, ascending.
         num_speculative_tokens: the most of any; 0 without proposers.
     """
 
     on_device: Proposer | None
+    readers: tuple[BatchReader, ...]
+    followers: tuple[Follower, ...]
     on_host: tuple[tuple[int, HostProposer], ...]
     num_speculative_tokens: int
 
@@ -80,7 +90,9 @@ class Arrangement:
         if members:
             on_device = members[0][1] if len(proposers) == 1 else ProposerChain(members, vocab_size)
         width = max([member.num_speculative_tokens for member in proposers], default=0)
-        return cls(on_device, on_host, width)
+        readers = tuple([member for _, member in members if isinstance(member, BatchReader)])
+        followers = tuple([member for member in readers if isinstance(member, Follower)])
+        return cls(on_device, readers, followers, on_host, width)
 
 
 def certain_logits(ids: Tensor, vocab_size: int) -> Tensor:

@@ -26,8 +26,29 @@ class KVShape:
     dtype: torch.dtype
 
 
-class DraftNetwork(Protocol):
-    """A decoder that predicts the target's tokens; all tensors are on the target's device.
+class ChainNetwork(Protocol):
+    """Predicts the target's tokens one after the other; all tensors are on the target's device."""
+
+    @property
+    def to_target(self) -> Tensor | None:
+        """[its vocabulary] int64, the target's id of each of its tokens, or -1; None where they are the same."""
+
+    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
+        """Run over flat tokens, keeping their K and V.
+
+        Args:
+            token_ids: [T] int64, the target's. positions: [T] int64.
+            hidden: [T, hidden], condensed features of the token before each, or what `forward` gave for it;
+                ignored by networks without features.
+        Returns: [T, hidden].
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` gave, [n, hidden] -> [n, its vocabulary] float32, of the token after each."""
+
+
+class DraftNetwork(ChainNetwork, Protocol):
+    """A network with K and V of its own.
 
     Token p of a sequence takes position p. A network with `features` is given for it what the target made of the
     token before, so it has nothing for position 0 and never attends to it.
@@ -45,10 +66,6 @@ class DraftNetwork(Protocol):
     def max_num_tokens(self) -> int | None:
         """Positions that it was made for; None if there is no limit."""
 
-    @property
-    def to_target(self) -> Tensor | None:
-        """[its vocabulary] int64, the target's id of each of its tokens; None where they are the same."""
-
     def bind_kv(self, kv: Tensor) -> None:
         """Use this memory for K and V.
 
@@ -57,19 +74,6 @@ class DraftNetwork(Protocol):
 
     def condense(self, features: Tensor) -> Tensor:
         """[T, features], side by side -> [T, hidden], what `forward` takes; position by position."""
-
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
-        """Run over flat tokens, keeping their K and V.
-
-        Args:
-            token_ids: [T] int64, the target's. positions: [T] int64.
-            hidden: [T, hidden], condensed features of the token before each, or what `forward` gave for it;
-                None for networks without features.
-        Returns: [T, hidden].
-        """
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` gave, [n, hidden] -> [n, its vocabulary] float32, of the token after each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,15 @@ class ComputedTokens:
 
 
 @runtime_checkable
-class Follower(Proposer, Protocol):
+class BatchReader(Proposer, Protocol):
+    """A proposer that looks into the batch's memory."""
+
+    def bind(self, memory: BatchMemory) -> None:
+        """Draft for this batch from now on; what it keeps for one is allocated anew."""
+
+
+@runtime_checkable
+class Follower(BatchReader, Protocol):
     """A proposer with a state that follows what the target computes; used from the step thread, never waits.
 
     For each step: `start` and `begin`; then, when the step's tokens are chosen, `remember`, `follow` if drafts are
@@ -127,9 +139,6 @@ class Follower(Proposer, Protocol):
     @property
     def block_nbytes(self) -> int:
         """Bytes that it keeps for each block of the target's KV."""
-
-    def bind(self, memory: BatchMemory) -> None:
-        """Allocate its state for a batch, anew if it had one."""
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot; the batch's memory knows of it."""

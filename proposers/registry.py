@@ -15,6 +15,8 @@ from server.suggestions import did_you_mean
 GROUP = "outrider.proposers"
 
 BUILT_IN: Mapping[str, str] = {
+    "draft_model": "proposers.draft_model:DraftModelConfig",
+    "layer_skip": "proposers.layer_skip:LayerSkipConfig",
     "ngram": "proposers.ngram:NgramConfig",
     "suffix": "proposers.suffix:SuffixConfig",
 }

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from proposers.base import HostProposer, Proposer, TargetView
+from proposers.base import HostProposer, Proposer, TargetModel, TargetView
 from server.config import Config
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
@@ -99,7 +99,10 @@ def _build_core(config: Config) -> Core:
         make_invariant(loaded.model, is_packed=is_packed)
         logger.info("batch-invariant: a request's tokens do not depend on what runs beside it")
     num_slots = config.scheduler.max_num_seqs
-    proposers = build_proposers(config, TargetView(loaded.vocab_size, device, num_slots))
+    linear = invariant_linear if config.model.batch_invariant and device.type == "cuda" else None
+    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed, linear=linear)
+    network = _target_model(config, loaded, head)
+    proposers = build_proposers(config, TargetView(loaded.vocab_size, device, num_slots, network))
     num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     activations = activation_nbytes(
         config.scheduler.max_num_batched_tokens,
@@ -109,15 +112,13 @@ def _build_core(config: Config) -> Core:
         getattr(loaded.config, "intermediate_size", None) or 4 * loaded.config.hidden_size,
         loaded.vocab_size,
     )
-    linear = invariant_linear if config.model.batch_invariant and device.type == "cuda" else None
-    head = LMHead.of(loaded.model, loaded.config, is_packed=is_packed, linear=linear)
     acceptance = _acceptance(config.speculative)
     build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposers=proposers, acceptance=acceptance)
     sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []
     longest = config.model.max_model_len or loaded.max_position_embeddings
     graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
     budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
-    num_blocks = num_blocks_for(geometry, budget)
+    num_blocks = num_blocks_for(geometry, budget, extra=sum(getattr(each, "block_nbytes", 0) for each in proposers))
     info = _model_info(config, loaded, num_blocks - 1, device, kv_dtype, proposers)
     _log_capacity(info, kv_dtype)
     kv = allocate_kv(geometry, num_blocks, device)
@@ -129,6 +130,7 @@ def _build_core(config: Config) -> Core:
         BlockPool(num_blocks),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         clock=time.monotonic,
+        num_lookahead_tokens=num_drafts if any(getattr(each, "writes_kv", False) for each in proposers) else 0,
         draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
     )
     depth = config.scheduler.pipeline_depth
@@ -156,6 +158,22 @@ def _build_core(config: Config) -> Core:
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
+
+
+def _target_model(config: Config, loaded: LoadedModel, head: LMHead) -> TargetModel:
+    return TargetModel(
+        model=loaded.model,
+        head=head,
+        config=loaded.config,
+        tokenizer=loaded.tokenizer,
+        folder=loaded.folder,
+        dtype=loaded.model.dtype,
+        digest=loaded.weights_digest,
+        block_size=config.cache.block_size,
+        max_num_tokens=config.model.max_model_len or loaded.max_position_embeddings,
+        trusts_code=config.model.trust_remote_code,
+        runs_plain=config.model.enforce_eager,
+    )
 
 
 def build_proposers(config: Config, target: TargetView) -> list[Proposer | HostProposer]:

@@ -59,17 +59,21 @@ class PlanRow(NamedTuple):
     num_prompt_logprobs: int | None = None
 
 
+MAX_PROPOSED = 32
+"""No proposer makes more drafts of a row in a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step: first fill the started slots, then run the rows.
 
     Attributes:
-        proposes: whether drafts are to be proposed for the step after it; it may be done where it costs nothing.
+        num_proposed: most drafts of a row to propose for the step after it; more may be where that costs nothing.
     """
 
     starts: tuple[SequenceStart, ...]
     rows: tuple[PlanRow, ...]
-    proposes: bool = True
+    num_proposed: int = MAX_PROPOSED
 
 
 class RowResult(NamedTuple):
@@ -102,10 +106,12 @@ class StepResult:
 
     Attributes:
         draft_s: how long proposing drafts for the step after it took.
+        num_caught_up: positions of earlier steps that proposers did with it; how long it took tells little then.
     """
 
     rows: tuple[RowResult, ...]
     draft_s: float = 0.0
+    num_caught_up: int = 0
 
 
 class Executor(Protocol):

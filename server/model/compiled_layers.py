@@ -1,6 +1,6 @@
 """Puts compiled code in the place of a model's decoder layers, once it was seen to compute the same."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from server.model.cache import cache_root
 from server.model.compiled_model import CompiledModel
 from server.model.decoder_layers import find_decoder_layers, layer_tensors
 from server.model.layer_check import check_layers
+from server.model.taps import call_taps, has_taps
 
 
 class CompiledLayers:
@@ -49,33 +50,43 @@ class CompiledLayers:
         return tensors
 
 
-class _AllLayers:
-    """Stands for all layers in the model's loop over them; what else that asks of a layer, the first one answers."""
+class _FirstLayers:
+    """Stands for some first layers, or all, in the model's loop; what else that asks, the very first one answers."""
 
-    def __init__(self, first: nn.Module, run: Callable[..., Tensor]) -> None:
-        self._first = first
+    def __init__(self, layers: Sequence[nn.Module], run: Callable[..., Tensor]) -> None:
+        """Args: run: see CompiledLayers.run."""
+        self._layers = layers
         self._run = run
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        return self._run(hidden, **arguments)
+        begin = 0
+        for index, layer in enumerate(self._layers):
+            if has_taps(layer):
+                if begin < index:
+                    hidden, begin = self._run(begin, index, hidden, **arguments), index
+                call_taps(layer, hidden)
+        return self._run(begin, len(self._layers), hidden, **arguments)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._first, name)
+        return getattr(self._layers[0], name)
 
 
 class _OneCallList(nn.ModuleList):
-    """The model's list of layers, in which a loop finds one item only."""
+    """The model's list of layers, in which a loop over all or the first of them finds one item only."""
 
     def __init__(self, layers: nn.ModuleList, run: Callable[..., Tensor]) -> None:
         super().__init__(layers)
-        self._items = [_AllLayers(layers[0], run)]
+        self._first = [[_FirstLayers(list(layers)[: count + 1], run)] for count in range(len(layers))]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._items)
+        return iter(self._first[-1])
 
     def __getitem__(self, index: Any) -> Any:
-        is_all = isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1)
-        return self._items if is_all else super().__getitem__(index)
+        if isinstance(index, slice):
+            begin, end, stride = index.indices(len(self))
+            if begin == 0 < end and stride == 1:
+                return self._first[end - 1]
+        return super().__getitem__(index)
 
 
 def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
@@ -101,7 +112,7 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
         parent, name = next(
             (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
         )
-        setattr(parent, name, _OneCallList(layers, partial(compiled.run, 0, num_layers)))
+        setattr(parent, name, _OneCallList(layers, compiled.run))
     else:
         for index, layer in enumerate(layers):
             layer.forward = partial(compiled.run, index, index + 1)

@@ -40,7 +40,7 @@ def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -
     handles = [layer.register_forward_hook(partial(compare, i), with_kwargs=True) for i, layer in enumerate(layers)]
     try:
         for length in (CHECK_LEN, 1):
-            _run_prompt(model, length)
+            run_prompt(model, length)
     finally:
         for handle in handles:
             handle.remove()
@@ -49,7 +49,8 @@ def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -
     return calls[-len(layers) :]
 
 
-def _run_prompt(model: PreTrainedModel, length: int) -> None:
+def run_prompt(model: PreTrainedModel, length: int) -> None:
+    """Run a model's decoder over so many tokens, with their K and V in block 0, which belongs to nobody."""
     device = next(model.parameters()).device
     positions, zeros = torch.arange(length, device=device), torch.zeros(length, dtype=torch.int64, device=device)
     zero = zeros[:1]

@@ -24,7 +24,11 @@ class Admission:
         waiting: WaitingQueue,
         batch: RunningBatch,
         counters: Counters,
+        *,
+        num_reserved: int = 0,
     ) -> None:
+        """Args: num_reserved: positions behind the known tokens that have a block, too."""
+        self._num_reserved = num_reserved
         self._block_size = block_size
         self._pool = pool
         self._watermark = int(config.watermark * pool.num_usable)
@@ -67,7 +71,8 @@ class Admission:
 
     def _seat(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give it a slot and blocks if all its known tokens fit above the watermark. Returns: whether they do."""
-        num_new = -(-len(sequence.token_ids) // self._block_size) - len(cached_blocks)
+        end = min(len(sequence.token_ids) + self._num_reserved, sequence.limit)
+        num_new = -(-end // self._block_size) - len(cached_blocks)
         num_free = self._pool.num_free - sum(self._pool.is_free(block_id) for block_id in cached_blocks)
         reserve = self._watermark if len(self._batch) else 0
         if num_free - num_new < reserve:

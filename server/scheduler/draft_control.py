@@ -57,11 +57,11 @@ class DraftControl:
         allowed = self._allowance.of_row(index, self._num_rows)
         return min(allowed, self._num_proposed, sequence.num_speculative_tokens)
 
-    def launch(self, now_s: float, num_rows: int, *, is_decoding: bool) -> bool:
-        """The step is launched. Returns: whether drafts are to be proposed for the one after it."""
+    def launch(self, now_s: float, num_rows: int, *, is_decoding: bool) -> int:
+        """The step is launched. Returns: how many drafts of a row are to be proposed for the one after it."""
         self._steps.append(_Step(now_s, self._policy, self._allowance, num_rows, is_decoding))
         self._num_proposed = self._allowance.next_drafts
-        return self._num_proposed > 0
+        return self._num_proposed
 
     def settling(self, now_s: float) -> tuple[float, int]:
         """Of the oldest step, which settles now: its duration, and the most drafts of a row that is no probe."""
@@ -74,10 +74,10 @@ class DraftControl:
             step = self._steps[0]
             step.policy.settle_row(step.allowance, num_allowed, num_accepted)
 
-    def settle_step(self, now_s: float) -> None:
-        """The oldest step has settled, after its rows."""
+    def settle_step(self, now_s: float, *, is_usual: bool) -> None:
+        """The oldest step has settled, after its rows. Args: is_usual: whether it did no work of other steps."""
         duration_s, _ = self.settling(now_s)
         step = self._steps.popleft()
         self._last_settled_s = now_s
-        if step.is_decoding and duration_s > 0:
+        if step.is_decoding and is_usual and duration_s > 0:
             step.policy.settle_step(step.allowance, step.num_rows, duration_s)

@@ -46,8 +46,13 @@ class Scheduler:
         enable_prefix_caching: bool,
         clock: Callable[[], float],
         draft_policy: DraftPolicy | None = None,
+        num_lookahead_tokens: int = 0,
     ) -> None:
-        """Args: draft_policy: as many drafts as the model's proposer makes, if None."""
+        """Args:
+        draft_policy: as many drafts as the model's proposer makes, if None.
+        num_lookahead_tokens: positions behind those of a step that a proposer writes to. The first of them is that of
+            the step's newest token, and has a block always; the others have one where there are enough.
+        """
         self._config = config
         self._pool = pool
         self._clock = clock
@@ -56,10 +61,20 @@ class Scheduler:
         self._batch = RunningBatch(pool, config.max_num_seqs)
         self._waiting = WaitingQueue()
         self.counters = Counters()
-        self._admission = Admission(config, self._block_size, pool, self._waiting, self._batch, self.counters)
+        self._admission = Admission(
+            config,
+            self._block_size,
+            pool,
+            self._waiting,
+            self._batch,
+            self.counters,
+            num_reserved=min(1, num_lookahead_tokens),
+        )
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._drafts = DraftControl(draft_policy or FixedPolicy(model_info.num_speculative_tokens))
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._num_reserved = min(1, num_lookahead_tokens)
         self._earliest_deadline_s = math.inf
         self._outputs: list[SequenceOutput] = []
         self._watch = SpeculationWatch(self.counters)
@@ -110,14 +125,16 @@ class Scheduler:
             if end > sequence.limit:
                 end = sequence.limit
             new_block_ids: list[int] = []
-            if end > len(sequence.block_ids) * self._block_size:
+            if end + self._num_reserved > len(sequence.block_ids) * self._block_size:
                 wanted = self._fit_drafts(sequence, wanted)
                 end = min(sequence.computed_upper + wanted.num_query, sequence.limit)
-                grown = self._grow(sequence, end, budget, held)
+                grown = self._grow(sequence, min(end + self._num_reserved, sequence.limit), budget, held)
                 if grown is None:
                     is_short_of_blocks = True
                     continue
                 new_block_ids = grown
+            if wanted.is_sampling and self._num_lookahead_tokens:
+                new_block_ids += self._look_ahead(sequence, end)
             budget.take(wanted)
             rows.append(self._launch_row(sequence, wanted, end, new_block_ids))
         if not is_short_of_blocks and not held:
@@ -129,8 +146,8 @@ class Scheduler:
             return None
         self.counters.num_steps += 1
         is_decoding = all(row.is_sampling and row.num_query == 1 + row.num_drafts for row in rows)
-        proposes = self._drafts.launch(now, len(rows), is_decoding=is_decoding)
-        return StepPlan(tuple(starts), tuple(rows), proposes)
+        num_proposed = self._drafts.launch(now, len(rows), is_decoding=is_decoding)
+        return StepPlan(tuple(starts), tuple(rows), num_proposed)
 
     def _launch_row(self, sequence: Sequence, wanted: InFlight, end: int, new_block_ids: list[int]) -> PlanRow:
         assert sequence.slot is not None
@@ -171,7 +188,7 @@ class Scheduler:
     def _fit_drafts(self, sequence: Sequence, wanted: InFlight) -> InFlight:
         """As many of the drafts as free blocks have room for: nobody is preempted for a guess."""
         num_positions = (len(sequence.block_ids) + self._pool.num_free) * self._block_size - sequence.computed_upper
-        num_unfit = min(wanted.num_drafts, max(0, wanted.num_query - num_positions))
+        num_unfit = min(wanted.num_drafts, max(0, wanted.num_query + self._num_reserved - num_positions))
         return wanted._replace(num_query=wanted.num_query - num_unfit, num_drafts=wanted.num_drafts - num_unfit)
 
     def _grow(self, sequence: Sequence, end: int, budget: TokenBudget, held: set[Sequence]) -> list[int] | None:
@@ -186,6 +203,17 @@ class Scheduler:
                 return None
             budget.forgo(victim)
             self._preempt(victim)
+        sequence.block_ids += new_blocks
+        return new_blocks
+
+    def _look_ahead(self, sequence: Sequence, end: int) -> list[int]:
+        """Blocks that drafts behind position `end` are written to, as long as each running sequence can have one."""
+        end = min(end + self._num_lookahead_tokens, sequence.limit)
+        count = -(-end // self._block_size) - len(sequence.block_ids)
+        if count <= 0 or self._pool.num_free < count + len(self._batch):
+            return []
+        new_blocks = self._pool.allocate(count)
+        assert new_blocks is not None
         sequence.block_ids += new_blocks
         return new_blocks
 
@@ -230,7 +258,7 @@ class Scheduler:
                 sequence.settle_chunk(launched)
                 self._outputs.append(self._output(sequence, now))  # the caller learns that it was started
                 self._publish(sequence)
-        self._drafts.settle_step(now)
+        self._drafts.settle_step(now, is_usual=result.num_caught_up == 0)
         self.counters.count_step(draft_limit, step_time, is_verifying=is_verifying)
         self._watch.settle_step(duration_s, step_time, is_verifying=is_verifying, policy=self._drafts.policy)
         return step_time

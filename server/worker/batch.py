@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from proposers.base import DraftVocabulary
+from proposers.network import BatchMemory
 from server.plan import PlanRow, SequenceStart
 from server.worker.flight import Flight
 
@@ -99,6 +100,10 @@ class BatchState:
             *(self.token_ids, self.block_table, self._integers, self._floats, self.max_drafts, self.draft_rank),
             *logits,
         )
+
+    def memory(self, *, num_blocks: int, block_size: int) -> BatchMemory:
+        """What proposers may read of it, beside KV of so many blocks."""
+        return BatchMemory(self.token_ids, self.block_table, self.num_tokens, self.num_computed, num_blocks, block_size)
 
     def stage(self, starts: Sequence[SequenceStart], rows: Sequence[PlanRow], flight: Flight) -> BatchChanges:
         """Put what a plan changes into its flight."""

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from proposers.base import ProposeInput, Proposer
+from proposers.base import DraftVocabulary
 from server.model.head import LMHead
 from server.worker.batch import BatchState
+from server.worker.drafting import Drafting
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, chosen_logprobs
 from server.worker.rejection import Acceptance, Drafts, RejectionRule
 from server.worker.sampler import Sampler
-from server.worker.step_inputs import SamplingRows
+from server.worker.step_inputs import SamplingRows, StepInputs
+from server.worker.target import TargetOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +55,29 @@ class Generation:
         batch: BatchState,
         head: LMHead,
         processor: LogitsProcessor,
-        proposer: Proposer | None,
+        drafting: Drafting,
         acceptance: Acceptance,
+        vocabulary: DraftVocabulary | None,
         *,
         max_drafts: int,
-        max_tokens: int,
     ) -> None:
-        """Args: proposer: what drafts on the device. max_drafts: that a row may have, wherever they come from."""
+        """Args: vocabulary: see RejectionRule. max_drafts: that a row may have, wherever they come from."""
         self._batch = batch
         self._head = head
         self._processor = processor
-        self._proposer = proposer
-        self._max_tokens = max_tokens
+        self._drafting = drafting
         device = batch.num_tokens.device
         self._offsets = torch.arange(1 + max_drafts, device=device)
-        vocabulary = None if proposer is None else proposer.vocabulary
         self._sampler = Sampler(batch, RejectionRule(acceptance, vocabulary, device))
 
-    def generate(self, sampling: SamplingRows, hidden: Tensor) -> Generated:
-        """Args: hidden: [T, hidden] of all flat tokens."""
+    def generate(self, inputs: StepInputs, outputs: TargetOutputs) -> Generated | None:
+        """Returns: None if no row samples."""
+        sampling = inputs.sampling
+        if sampling is None:
+            self._drafting.follow(inputs, outputs)
+            return None
         batch, slots = self._batch, sampling.slots
-        logits = self._head.logits(sampling.of(hidden))
+        logits = self._head.logits(sampling.of(outputs.hidden))
         raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
         failures = self._processor.apply(logits, sampling)
         num_tokens = batch.num_tokens[slots]
@@ -89,7 +93,8 @@ class Generation:
         batch.token_ids[slots, end] = next_ids.int()
         batch.num_tokens[slots] = end + sampling.num_new
         batch.num_computed[slots] = end
-        num_next_drafts = self._draft(sampling)
+        self._drafting.follow(inputs, outputs)
+        num_next_drafts = self._drafting.propose(sampling, outputs.hidden, num_accepted)
         score_bits = chosen.scores.double().view(torch.int64)
         return Generated(
             columns=(num_accepted, num_drafted, num_next_drafts, token_ids.view(-1), score_bits.view(-1)),
@@ -111,26 +116,3 @@ class Generation:
         assert sampling.reporting is not None
         num_top = max(sampling.infos[i].params.logprobs or 0 for i in sampling.reporting.index)
         return chosen_logprobs(raw.flatten(0, 1), sampling.reporting.of(token_ids).flatten(), num_top)
-
-    def _draft(self, sampling: SamplingRows) -> Tensor:
-        """Put new drafts behind the known tokens. Returns: [M] int64, how many."""
-        batch, slots = self._batch, sampling.slots
-        if self._proposer is None or not sampling.is_drafting:
-            if len(self._offsets) > 1:
-                batch.num_drafts.index_fill_(0, slots, 0)
-            return torch.zeros_like(slots)
-        num_tokens = batch.num_tokens[slots]
-        bound = max([row.context_bound for row in sampling.rows], default=self._max_tokens) + 1
-        draft = self._proposer.propose(
-            ProposeInput(batch.token_ids, slots, num_tokens, batch.max_drafts[slots], max_num_tokens=bound)
-        )
-        ahead = num_tokens[:, None] + self._offsets[: draft.ids.shape[1]]
-        batch.token_ids[slots[:, None], ahead] = draft.ids.clamp(min=0)  # padding is never read, but must be an index
-        if batch.draft_logits is not None:
-            assert draft.logits is not None, "a proposer with a vocabulary says what drafts were drawn from"
-            batch.draft_logits[slots, : draft.logits.shape[1]] = draft.logits
-        if draft.ranks is not None:
-            batch.draft_rank[slots] = draft.ranks.long()
-        num_drafts = draft.counts.long()
-        batch.num_drafts[slots] = num_drafts
-        return num_drafts

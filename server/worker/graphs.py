@@ -5,28 +5,27 @@ segment can be captured (docs/adr/0006-two-captured-segments.md). All graphs sha
 they run one after the other, and what one leaves behind is read before the next one starts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from server.worker.buckets import Bucket
 from server.worker.results import StepOutputs
+from server.worker.target import TargetOutputs
 
 _Output = TypeVar("_Output")
 
 
 @dataclass(frozen=True, slots=True)
 class _CapturedStep:
-    """The graphs of one bucket, and what their replay fills; the second may be missing."""
+    """The graphs of one bucket, and what their replay fills; the second ones by whether they draft, or none."""
 
     first: torch.cuda.CUDAGraph
-    hidden: Tensor
-    second: torch.cuda.CUDAGraph | None
-    outputs: StepOutputs | None
+    target: TargetOutputs
+    seconds: Mapping[bool, tuple[torch.cuda.CUDAGraph, StepOutputs]]
 
 
 class StepGraphs:
@@ -38,35 +37,40 @@ class StepGraphs:
         self._steps: dict[Bucket, _CapturedStep] = {}
 
     def capture(
-        self, bucket: Bucket, first: Callable[[], Tensor], second: Callable[[Tensor], StepOutputs] | None
+        self,
+        bucket: Bucket,
+        first: Callable[[], TargetOutputs],
+        seconds: Mapping[bool, Callable[[TargetOutputs], StepOutputs]],
     ) -> None:
         """Capture a bucket's segments; larger buckets come first, so that smaller ones find memory in the pool.
 
-        Args: first: -> [T, hidden]. second: what follows. Both read and write only what stays at its place.
+        Args: seconds: what may follow, by whether it drafts. All read and write only what stays at its place.
         """
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):  # once outside: kernels are compiled, libraries set up
-            hidden = first()
-            if second is not None:
-                second(hidden)
-        first_graph, hidden = self._captured(first)
-        second_graph, outputs = (None, None) if second is None else self._captured(partial(second, hidden))
-        self._steps[bucket] = _CapturedStep(first_graph, hidden, second_graph, outputs)
+            target = first()
+            for second in seconds.values():
+                second(target)
+        first_graph, target = self._captured(first)
+        captured = {drafts: self._captured(partial(second, target)) for drafts, second in seconds.items()}
+        self._steps[bucket] = _CapturedStep(first_graph, target, captured)
 
-    def replay_first(self, bucket: Bucket) -> Tensor:
-        """Run the target's forward pass. Returns: [T, hidden], until the next replay."""
+    def replay_first(self, bucket: Bucket) -> TargetOutputs:
+        """Run the target's forward pass. Returns: what it made, until the next replay."""
         step = self._steps[bucket]
         step.first.replay()
-        return step.hidden
+        return step.target
 
-    def replay_second(self, bucket: Bucket) -> StepOutputs:
-        """Run what follows the first segment. Returns: its outputs, until the next replay."""
-        step = self._steps[bucket]
-        assert step.second is not None
-        assert step.outputs is not None
-        step.second.replay()
-        return step.outputs
+    def replay_second(self, bucket: Bucket, *, drafts: bool) -> StepOutputs:
+        """Run what follows the first segment; one that drafts anyway where there is no other.
+
+        Returns: its outputs, until the next replay.
+        """
+        seconds = self._steps[bucket].seconds
+        graph, outputs = seconds[drafts] if drafts in seconds else seconds[not drafts]
+        graph.replay()
+        return outputs
 
     def _captured(self, segment: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
         graph = torch.cuda.CUDAGraph()

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class HostDrafting:
         Returns: the result, with at least as many next drafts as there are.
         """
         pairs = zip(rows, result.rows, strict=True)
-        return StepResult(tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs]))
+        return replace(result, rows=tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs]))
 
     def _advance_row(self, row: PlanRow, result: RowResult, *, proposes: bool) -> RowResult:
         slot = row.slot

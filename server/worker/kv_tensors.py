@@ -26,15 +26,17 @@ class KVGeometry:
         return per_token * self.block_size
 
 
-def num_blocks_for(geometry: KVGeometry, nbytes: int) -> int:
+def num_blocks_for(geometry: KVGeometry, nbytes: int, *, extra: int = 0) -> int:
     """Blocks that fit a budget in bytes, the null block included.
 
+    Args: extra: bytes that proposers keep for each block.
     Raises: ConfigError if not even one usable block fits.
     """
-    num_blocks = nbytes // geometry.block_nbytes
+    block_nbytes = geometry.block_nbytes + extra
+    num_blocks = nbytes // block_nbytes
     if num_blocks < 2:
         raise ConfigError(
-            f"the KV cache has {nbytes} bytes, but the smallest useful one has {2 * geometry.block_nbytes} "
+            f"the KV cache has {nbytes} bytes, but the smallest useful one has {2 * block_nbytes} "
             f"(2 blocks of {geometry.block_size} tokens); raise kv_cache_memory_bytes or free some memory"
         )
     return num_blocks

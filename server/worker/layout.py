@@ -178,6 +178,6 @@ def _sampling_rows(
         rejecting=None if is_captured or is_alone else select([info.is_noisy > info.is_seeded for info in infos]),
         penalised=None if is_captured else select([info.is_penalised for info in infos]),
         reporting=None if is_captured else select([info.is_reporting for info in infos]),
-        is_drafting=is_captured or any(info.is_drafting for info in infos),
+        num_proposed=0,
         is_captured=is_captured,
     )

@@ -12,8 +12,8 @@ from torch import Tensor
 from proposers.base import DraftVocabulary
 from server.kernels import jit, rejection_reference
 from server.kernels.gumbel_argmax import gumbel_argmax
-from server.kernels.rejection import Method, verify_drafts
 from server.kernels.noise import Stream, gumbel, uniform
+from server.kernels.rejection import Method, verify_drafts
 
 _COINS_PER_POSITION = 64
 """More than a step can have drafts; each step draws at positions of its own, so no two steps share a coin."""

@@ -55,14 +55,23 @@ class StepHandle:
     Attributes:
         rows: the plan's rows in the order of the result's.
         proposes: whether the plan wanted drafts for the step after it.
+        num_caught_up: see StepResult.
     """
 
     def __init__(
-        self, inputs: StepInputs, outputs: StepOutputs, flight: Flight, transfer: Transfer, *, proposes: bool
+        self,
+        inputs: StepInputs,
+        outputs: StepOutputs,
+        flight: Flight,
+        transfer: Transfer,
+        *,
+        proposes: bool,
+        num_caught_up: int,
     ) -> None:
         """Begin to bring the outputs to the host."""
         self.flight = flight
         self.proposes = proposes
+        self.num_caught_up = num_caught_up
         self.rows = inputs.rows
         self._inputs = inputs
         self._failures = outputs.failures
@@ -76,7 +85,7 @@ class StepHandle:
         rows, sampling = self._inputs.rows, self._inputs.sampling
         if self._inputs.known_row is None:
             assert sampling is not None
-            return StepResult(tuple(self._sampled(sampling, values)))
+            return StepResult(tuple(self._sampled(sampling, values)), num_caught_up=self.num_caught_up)
         sampled = iter(()) if sampling is None else iter(self._sampled(sampling, values[len(rows) :]))
         results: list[RowResult] = []
         for i, (row, is_broken) in enumerate(zip(rows, values[: len(rows)].tolist(), strict=True)):
@@ -86,7 +95,7 @@ class StepHandle:
             elif i in self._prompt_logprobs and result.error is None:
                 result = self._with_prompt_logprobs(result, row, self._prompt_logprobs[i])
             results.append(result)
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), num_caught_up=self.num_caught_up)
 
     def _sampled(self, sampling: SamplingRows, values: npt.NDArray[np.int64]) -> list[RowResult]:
         """The results of the sampling rows, in order; padding behind them is dropped."""

@@ -1,7 +1,7 @@
 """Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -16,6 +16,7 @@ from server.model.head import LMHead
 from server.plan import PlanRow, StepPlan, StepResult
 from server.worker.batch import BatchState
 from server.worker.buckets import Bucket, Buckets
+from server.worker.drafting import Drafting
 from server.worker.flight import Flight, Flights
 from server.worker.generation import NUM_COUNTS, Generation
 from server.worker.graphs import StepGraphs
@@ -27,7 +28,7 @@ from server.worker.rejection import Acceptance
 from server.worker.results import StepHandle, StepOutputs
 from server.worker.slot_info import SlotInfo
 from server.worker.step_inputs import StepInputs
-from server.worker.target import Target
+from server.worker.target import Target, TargetOutputs
 from server.worker.transfer import Transfer
 
 MIN_UPLOAD_NBYTES = 1 << 20
@@ -42,12 +43,22 @@ _LAYOUT_KEY = itemgetter(
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A step's layout and the bytes it takes in the device buffer. Reusable are those of captured steps."""
+    """A step's layout by the number of drafts to propose, and the bytes it takes in the device buffer.
+
+    Reusable are those of captured steps.
+    """
 
     key: list[Any]
     inputs: StepInputs
     nbytes: int
     is_reusable: bool
+    _variants: dict[int, StepInputs] = field(default_factory=dict)
+
+    def drafting(self, num_proposed: int) -> StepInputs:
+        """The layout for so many drafts."""
+        if num_proposed not in self._variants:
+            self._variants[num_proposed] = self.inputs.drafting(num_proposed)
+        return self._variants[num_proposed]
 
 
 class Runner:
@@ -85,20 +96,19 @@ class Runner:
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device, vocabulary)
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._graphs: StepGraphs | None = None
+        # A graph that drafts will do for steps that should not, unless that costs the work of a network.
+        self._captured_drafts = [0] if on_device is None else [0, max_drafts] if arranged.followers else [max_drafts]
         self._is_second_captured = on_device is None or on_device.runs_on_device
         self._host_drafting = None
         if arranged.on_host:
             self._host_drafting = HostDrafting(arranged.on_host, self.batch, head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
-        self._target = Target(model, kv, self.batch)
+        self._drafting = Drafting(self.batch, on_device, arranged.followers, max_tokens=max_tokens)
+        self._target = Target(model, kv, self.batch, self._drafting.tapped)
+        for reader in arranged.readers:
+            reader.bind(self.batch.memory(num_blocks=kv.shape[0], block_size=kv.shape[3]))
         self._generation = Generation(
-            self.batch,
-            head,
-            self._logits_processor,
-            on_device,
-            acceptance,
-            max_drafts=max_drafts,
-            max_tokens=max_tokens,
+            self.batch, head, self._logits_processor, self._drafting, acceptance, vocabulary, max_drafts=max_drafts
         )
         num_results = num_slots * (1 + NUM_COUNTS + 2 * (1 + max_drafts))
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
@@ -115,7 +125,8 @@ class Runner:
                 self._host_drafting.start(start)
         flight = self._flights.begin()
         standing = self._lay_out(plan, flight)
-        inputs = standing.inputs if plan.proposes else standing.inputs.without_drafting()
+        is_drafting = plan.num_proposed > 0 and any(self.slots[row.slot].is_drafting for row in plan.rows)
+        inputs = standing.drafting(plan.num_proposed if is_drafting else 0)
         changes = self.batch.stage(plan.starts, plan.rows, flight)
         drafts = None if self._host_drafting is None else self._host_drafting.stage(plan.rows, flight)
         self._standing = None
@@ -124,8 +135,11 @@ class Runner:
         self.batch.apply(changes)
         if self._host_drafting is not None and drafts is not None:
             self._host_drafting.apply(drafts)
+        num_caught_up = self._drafting.begin(plan.starts, plan.rows, is_followed=is_drafting)
         outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
-        return StepHandle(inputs, outputs, flight, self._transfer, proposes=plan.proposes)
+        return StepHandle(
+            inputs, outputs, flight, self._transfer, proposes=plan.num_proposed > 0, num_caught_up=num_caught_up
+        )
 
     def _lay_out(self, plan: StepPlan, flight: Flight) -> _Layout:
         """The layout of a plan; the last step's, which the device still has, if it decodes the same rows again."""
@@ -151,36 +165,35 @@ class Runner:
             flight = self._flights.begin()
             inputs = lay_out_decoding((), self.slots, buckets, flight, bucket)
             flight.send()
-            first, second = partial(self._first, inputs), partial(self._second, inputs)
-            graphs.capture(bucket, first, second if self._is_second_captured else None)
+            widths = self._captured_drafts if self._is_second_captured else ()
+            seconds = {width > 0: partial(self._second, inputs.drafting(width)) for width in widths}
+            graphs.capture(bucket, partial(self._target.forward, inputs), seconds)
             self._flights.give_back(flight)
         self._graphs, self._buckets = graphs, buckets
 
-    def _first(self, inputs: StepInputs) -> Tensor:
-        return self._target.forward(inputs)[0]
-
-    def _second(self, inputs: StepInputs, hidden: Tensor) -> StepOutputs:
-        assert inputs.sampling is not None
-        return StepOutputs.of(None, self._generation.generate(inputs.sampling, hidden), {})
+    def _second(self, inputs: StepInputs, target: TargetOutputs) -> StepOutputs:
+        return StepOutputs.of(None, self._generation.generate(inputs, target), {})
 
     def _replay(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
         """The same as `step` from captured segments, the second only where it does all that the rows ask for."""
         assert self._graphs is not None
         assert inputs.sampling is not None
-        hidden = self._graphs.replay_first(bucket)
-        return self._graphs.replay_second(bucket) if inputs.sampling.is_captured else self._second(inputs, hidden)
+        target = self._graphs.replay_first(bucket)
+        if inputs.sampling.is_captured:
+            return self._graphs.replay_second(bucket, drafts=inputs.is_followed)
+        return self._second(inputs, target)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
-        hidden, is_broken = self._target.forward(inputs)
-        prompt = self._prompt_logprobs(inputs, hidden)
-        generated = None if inputs.sampling is None else self._generation.generate(inputs.sampling, hidden)
-        return StepOutputs.of(is_broken, generated, prompt)
+        target = self._target.forward(inputs)
+        prompt = self._prompt_logprobs(inputs, target.hidden)
+        return StepOutputs.of(target.is_broken, self._generation.generate(inputs, target), prompt)
 
     def settle(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step."""
         result = handle.settle()
         self._flights.give_back(handle.flight)
+        self._drafting.settle(handle.rows, result.rows)
         if self._host_drafting is None:
             return result
         return self._host_drafting.advance(handle.rows, result, proposes=handle.proposes)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from server.kernels import jit
 from server.kernels.gumbel_argmax import gumbel_argmax
+from server.kernels.noise import Stream, gumbel
 from server.kernels.reference import restrict
 from server.kernels.truncate import truncate
 from server.worker.batch import BatchState
-from server.kernels.noise import Stream, gumbel
 from server.worker.rejection import Drafts, RejectionRule, Verified, count_accepted
 from server.worker.step_inputs import SamplingRows, Selection
 

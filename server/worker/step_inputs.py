@@ -38,7 +38,7 @@ class SamplingRows:
         coupled, rejecting: who is sampled with noise at each position, and who has drafts and no seed, so that
             rejection sampling will do with less; see Sampler.
         penalised, reporting: who they are, see SlotInfo. None where nobody is.
-        is_drafting: whether anybody gets new drafts.
+        num_proposed: most new drafts of a row; 0 where nobody gets any.
         is_captured: whether these stand for whatever rows a captured segment is replayed for.
     """
 
@@ -53,7 +53,7 @@ class SamplingRows:
     rejecting: Selection | None
     penalised: Selection | None
     reporting: Selection | None
-    is_drafting: bool
+    num_proposed: int
     is_captured: bool
 
     def of(self, hidden: Tensor) -> Tensor:
@@ -73,6 +73,7 @@ class StepInputs:
         slots, first_token, num_query: [N] int64; where a row's tokens begin and how many it has, 0 for padding.
         first_tokens: `first_token` on the host.
         token_slot, token_offset: [T] int64, whose token it is and its place in the row, or PADDING.
+        is_followed: whether proposers do this step's tokens.
         known_row: [T] int64, the row of tokens that cannot be drafts, N for others; None where every row has one
             such token and samples.
         chunk: [N] int64, query tokens of rows that do not sample, 0 for those that do; None as above.
@@ -90,10 +91,9 @@ class StepInputs:
     known_row: Tensor | None
     chunk: Tensor | None
     sampling: SamplingRows | None
+    is_followed: bool = False
 
-    def without_drafting(self) -> "StepInputs":
-        """The same for a step whose rows get no new drafts; captured steps draft whatever is asked, at no cost."""
-        sampling = self.sampling
-        if sampling is None or sampling.is_captured or not sampling.is_drafting:
-            return self
-        return replace(self, sampling=replace(sampling, is_drafting=False))
+    def drafting(self, num_proposed: int) -> "StepInputs":
+        """The same for a step whose rows get at most so many new drafts."""
+        sampling = None if self.sampling is None else replace(self.sampling, num_proposed=num_proposed)
+        return replace(self, sampling=sampling, is_followed=num_proposed > 0)

@@ -22,11 +22,11 @@ from server.kernels.invariant_linear import invariant_linear
 from server.kernels.invariant_mean import invariant_mean
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
+from server.kernels.noise import Stream, gumbel
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
-from server.kernels.noise import Stream, gumbel
 from tests.fakes.drafted_chain import assert_drawn_from, chain, generate
 from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at

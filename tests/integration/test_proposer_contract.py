@@ -1,6 +1,7 @@
 """What every proposer must keep to, those of other distributions included."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ from tests.tiny_model import build_tiny_model
 K = 3
 VOCAB = 512
 EXAMPLES = ("tests.fakes.example_proposers:RepeatConfig", "tests.fakes.example_proposers:PeriodConfig")
-SETTINGS: dict[str, dict[str, object]] = {"ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3}}
-"""What a method needs to draft often for a tiny model."""
+SETTINGS: dict[str, dict[str, object]] = {
+    "draft_model": {"model": "draft_model"},
+    "layer_skip": {"num_layers": 1},
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+}
+"""What a method needs to draft often for a tiny model; a model is named by what makes it."""
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "draft_model": lambda folder: build_tiny_model(folder, num_layers=1, seed=7),
+}
 
 
 def config_of(method: str, k: int = K) -> dict[str, object]:
@@ -29,14 +37,30 @@ SINGLES: dict[str, Any] = {method: config_of(method) for method in (*known_propo
 LISTS: dict[str, Any] = {
     "suffix, ngram": [config_of("suffix", 5), config_of("ngram", 2)],
     "ngram, suffix": [config_of("ngram", 2), config_of("suffix")],
+    "ngram, draft model, repeat": [config_of("ngram", 2), config_of("draft_model"), config_of(EXAMPLES[0], 1)],
+    "layer skip, draft model": [config_of("layer_skip", 1), config_of("draft_model", 4)],
     "repeat, ngram, period": [config_of(EXAMPLES[0], 1), config_of("ngram", 4), config_of(EXAMPLES[1])],
 }
 CONFIGS = SINGLES | LISTS
+ALONE = ("ngram", "suffix", *EXAMPLES)
+"""Methods that need no target at hand."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("contract"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: str(build(tmp_path_factory.mktemp(name))) for name, build in MODELS.items()}
+
+
+@pytest.fixture(params=list(CONFIGS.values()), ids=list(CONFIGS))
+def config(request: pytest.FixtureRequest, models: dict[str, str]) -> Any:
+    """Each as it is given, its models being folders."""
+    members = request.param if isinstance(request.param, list) else [request.param]
+    return [{**each, "model": models[each["model"]]} if "model" in each else each for each in members]
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -64,16 +88,15 @@ def expected(folder: Path, device_name: str) -> list[list[int]]:
         return [choice.token_ids for choice in generate(engine)]
 
 
-@pytest.fixture(params=list(SINGLES.values()), ids=list(SINGLES))
+@pytest.fixture(params=ALONE)
 def proposer(request: pytest.FixtureRequest, device_name: str) -> Proposer | HostProposer:
-    """Each as it is built from its configuration."""
-    config = Config.from_kwargs(speculative_config=request.param).speculative
+    """Each that drafts from token ids alone."""
+    config = Config.from_kwargs(speculative_config=SINGLES[request.param]).speculative
     assert config is not None
     return config.proposers[0].build(TargetView(VOCAB, torch.device(device_name), num_slots=4))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_tokens_are_those_without_speculation(
     folder: Path, device_name: str, expected: list[list[int]], config: Any, depth: int
 ) -> None:
@@ -95,7 +118,6 @@ def test_tokens_are_those_without_speculation(
         assert list(counts) == sorted(counts, reverse=True)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_request_bounds_its_drafts(folder: Path, device_name: str, expected: list[list[int]], config: Any) -> None:
     with engine_on(folder, device_name, speculative_config=config) as engine:
         assert [choice.token_ids for choice in generate(engine, num_drafts=0)] == expected

@@ -171,7 +171,7 @@ def test_rows_are_selected_by_what_is_done_to_them(device_name: str, num_drafts:
         "penalised": (3,),
         "reporting": (2,),
     }
-    assert sampling.is_drafting
+    assert sampling.num_proposed == 0
     assert sampling.penalised is not None
     assert sampling.penalised.of(torch.arange(4, device=device_name)).tolist() == [3]
 

@@ -39,8 +39,8 @@ def sequence() -> Sequence:
     )
 
 
-def launch(control: DraftControl, sequence: Sequence, now_s: float) -> tuple[int, bool]:
-    """Most drafts of a row, and whether drafts for the step after are proposed."""
+def launch(control: DraftControl, sequence: Sequence, now_s: float) -> tuple[int, int]:
+    """Most drafts of a row, and how many are proposed for the step after."""
     control.begin(1)
     allowed = control.allow(sequence)
     return allowed, control.launch(now_s, 1, is_decoding=True)
@@ -48,11 +48,11 @@ def launch(control: DraftControl, sequence: Sequence, now_s: float) -> tuple[int
 
 def test_nothing_is_proposed_or_verified_while_off(sequence: Sequence) -> None:
     control = DraftControl(FixedPolicy(5))
-    assert [launch(control, sequence, now_s) for now_s in (0.0, 1.0)] == [(0, True), (5, True)]
+    assert [launch(control, sequence, now_s) for now_s in (0.0, 1.0)] == [(0, 5), (5, 5)]
     control.is_on = False
-    assert [launch(control, sequence, now_s) for now_s in (2.0, 3.0)] == [(0, False), (0, False)]
+    assert [launch(control, sequence, now_s) for now_s in (2.0, 3.0)] == [(0, 0), (0, 0)]
     control.is_on = True
-    assert [launch(control, sequence, now_s) for now_s in (4.0, 5.0)] == [(0, True), (5, True)]
+    assert [launch(control, sequence, now_s) for now_s in (4.0, 5.0)] == [(0, 5), (5, 5)]
 
 
 def test_steps_under_way_settle_with_their_own_policy(sequence: Sequence) -> None:
@@ -61,10 +61,10 @@ def test_steps_under_way_settle_with_their_own_policy(sequence: Sequence) -> Non
     launch(control, sequence, 0.0)
     launch(control, sequence, 1.0)
     control.use(after)
-    assert launch(control, sequence, 2.0) == (2, True)
+    assert launch(control, sequence, 2.0) == (2, 2)
     for now_s, allowed in ((2.0, 0), (3.0, 5), (5.0, 2)):
         control.settle_row(allowed, 1)
-        control.settle_step(now_s)
+        control.settle_step(now_s, is_usual=True)
     assert (before.told, before.durations_s) == ([(5, 1)], [2.0, 1.0])
     assert (after.told, after.durations_s) == ([(2, 1)], [2.0])
 
@@ -73,7 +73,7 @@ def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequenc
     control = DraftControl(FixedPolicy(5))
     launch(control, sequence, 0.0)
     control.use(FixedPolicy(2))
-    assert launch(control, sequence, 1.0) == (2, True)
+    assert launch(control, sequence, 1.0) == (2, 2)
     control.use(FixedPolicy(4))
     assert [launch(control, sequence, now_s)[0] for now_s in (2.0, 3.0)] == [2, 4]
 

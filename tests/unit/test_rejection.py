@@ -88,7 +88,7 @@ def sampler(
         rejecting=everyone if not is_seeded and num_drafts else None,
         penalised=None,
         reporting=None,
-        is_drafting=False,
+        num_proposed=0,
         is_captured=True,
     )
     vocabulary = DraftVocabulary(VOCAB, torch.float32) if shows_q else None

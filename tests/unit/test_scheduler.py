@@ -430,7 +430,7 @@ def test_no_row_verifies_more_than_the_policy_allows() -> None:
     for allowance, limits in zip(script, most, strict=True):
         plan = core.step()
         assert plan is not None
-        assert plan.proposes == (allowance.next_drafts > 0)
+        assert plan.num_proposed == allowance.next_drafts
         num_planned += sum(row.num_drafts for row in plan.rows)
         assert all(row.num_drafts <= limit for row, limit in zip(plan.rows, limits, strict=True))
     assert num_planned > 0
