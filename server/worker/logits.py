@@ -14,7 +14,7 @@ from server.kernels import jit, reference
 from server.kernels.penalties import penalise
 from server.request import Request
 from server.worker.batch import BatchState
-from server.worker.slot_info import has_rules
+from server.worker.slot_info import has_rules, masks_early_stops
 from server.worker.step_inputs import SamplingRows
 from server.worker.transfer import Transfer
 
@@ -72,11 +72,9 @@ class LogitsProcessor:
         self._rules.pop(slot, None)
         if not has_rules(request):
             return
-        sampling = request.sampling
-        needs_stops = sampling.min_tokens > 0 and request.stop_token_ids
         self._rules[slot] = _SlotRules(
             bias=self._bias(request),
-            stop_ids=self._transfer.upload_ids(sorted(request.stop_token_ids)) if needs_stops else None,
+            stop_ids=self._transfer.upload_ids(sorted(request.stop_token_ids)) if masks_early_stops(request) else None,
             bad_words=_BadWords.of(words, self._transfer) if (words := request.bad_words_token_ids) else None,
         )
 

@@ -63,7 +63,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.scheduler": ("server.kv",),
     "server.telemetry": (),
     "server.tokenizer": (),
-    "server.worker": ("proposers.chain", "proposers.network", "server.kernels", "server.model"),
+    "server.worker": ("proposers.chain", "proposers.network", "server.guidance", "server.kernels", "server.model"),
 }
 """What each part may import besides itself and the leaves. A new part needs a line here."""
 
