@@ -133,15 +133,15 @@ class Scheduler:
                     is_short_of_blocks = True
                     continue
                 new_block_ids = grown
-            if wanted.is_sampling and self._num_lookahead_tokens:
-                new_block_ids += self._look_ahead(sequence, end)
+            new_block_ids += self._look_ahead(sequence, wanted, end)
             budget.take(wanted)
             rows.append(self._launch_row(sequence, wanted, end, new_block_ids))
         if not is_short_of_blocks and not held:
             for sequence, start, wanted in self._admission.admit(budget, now, is_held=self.holds_admission):
                 starts.append(start)
                 budget.take(wanted)
-                rows.append(self._launch_row(sequence, wanted, sequence.num_computed + wanted.num_query, []))
+                end = sequence.num_computed + wanted.num_query
+                rows.append(self._launch_row(sequence, wanted, end, self._look_ahead(sequence, wanted, end)))
         if not rows:
             return None
         self.counters.num_steps += 1
@@ -206,8 +206,10 @@ class Scheduler:
         sequence.block_ids += new_blocks
         return new_blocks
 
-    def _look_ahead(self, sequence: Sequence, end: int) -> list[int]:
+    def _look_ahead(self, sequence: Sequence, wanted: InFlight, end: int) -> list[int]:
         """Blocks that drafts behind position `end` are written to, as long as each running sequence can have one."""
+        if not (self._num_lookahead_tokens and wanted.is_sampling):
+            return []
         end = min(end + self._num_lookahead_tokens, sequence.limit)
         count = -(-end // self._block_size) - len(sequence.block_ids)
         if count <= 0 or self._pool.num_free < count + len(self._batch):
