@@ -1,6 +1,6 @@
 """Prompt lookup: what followed the last few tokens before may follow them again."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -13,6 +13,8 @@ from server.kernels.ngram_lookup import ngram_lookup
 
 class NgramConfig(ProposerConfig):
     """Settings of prompt lookup."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset({"prompt_lookup_max", "prompt_lookup_min", "match"})
 
     prompt_lookup_max: int = Field(default=5, ge=1, le=64, description="longest run of tokens that is looked up")
     prompt_lookup_min: int = Field(default=3, ge=1, le=64, description="shortest run of tokens that is looked up")
@@ -43,6 +45,7 @@ class NgramConfig(ProposerConfig):
             self.prompt_lookup_min,
             self.prompt_lookup_max,
             takes_last=self.match == "last",
+            device=target.device,
         )
 
 
@@ -54,12 +57,15 @@ class NgramProposer:
     Source: Saxena 2023, "Prompt Lookup Decoding".
     """
 
-    def __init__(self, num_speculative_tokens: int, min_window: int, max_window: int, *, takes_last: bool) -> None:
+    def __init__(
+        self, num_speculative_tokens: int, min_window: int, max_window: int, *, takes_last: bool, device: torch.device
+    ) -> None:
         """Args: 1 <= min_window <= max_window, in tokens."""
         self._k = num_speculative_tokens
         self._min_window = min_window
         self._max_window = max_window
         self._takes_last = takes_last
+        self._rule = torch.tensor([min_window, max_window, takes_last], dtype=torch.int32, device=device)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -76,6 +82,12 @@ class NgramProposer:
         """A lookup draws nothing."""
         return None
 
+    def reconfigure(self, config: NgramConfig) -> None:
+        """Look up in another way from the next step on; captured steps read the rule from its place."""
+        self._min_window, self._max_window = config.prompt_lookup_min, config.prompt_lookup_max
+        self._takes_last = config.match == "last"
+        self._rule.copy_(torch.tensor([self._min_window, self._max_window, self._takes_last], dtype=torch.int32))
+
     def propose(self, inputs: ProposeInput) -> Draft:
         """Draft by lookup; every operation is on the device and of a shape the host knows."""
         if jit.is_available(inputs.slots.device):
@@ -86,10 +98,8 @@ class NgramProposer:
                     inputs.num_tokens,
                     inputs.max_drafts,
                     inputs.max_num_tokens,
-                    self._min_window,
-                    self._max_window,
+                    self._rule,
                     self._k,
-                    self._takes_last,
                 )
             )
         return self.propose_eagerly(inputs)

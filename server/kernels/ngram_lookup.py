@@ -21,15 +21,15 @@ def _match_kernel(
     token_ids_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     num_tokens_ptr: tl.tensor,
+    rule_ptr: tl.tensor,
     best_ptr: tl.tensor,
     part_size: int,
     stride_slot: int,
-    MAX_WINDOW: tl.constexpr,
-    TAKES_LAST: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ) -> None:
     """The best match that ends in one part (axis 0) of one text (axis 1): length << 32 | order, or 0."""
     part, row = tl.program_id(0), tl.program_id(1)
+    max_window, takes_last = tl.load(rule_ptr + 1), tl.load(rule_ptr + 2) != 0
     text_ptr = token_ids_ptr + tl.load(slots_ptr + row) * stride_slot
     last = (tl.load(num_tokens_ptr + row) - 1).to(tl.int32)
     best = tl.zeros([BLOCK_T], tl.int64)
@@ -39,14 +39,14 @@ def _match_kernel(
         length = tl.zeros([BLOCK_T], tl.int32)
         back = 0
         # Most blocks of most texts match nothing after a token or two.
-        while (back < MAX_WINDOW) & (tl.max(is_match.to(tl.int32), 0) > 0):
+        while (back < max_window) & (tl.max(is_match.to(tl.int32), 0) > 0):
             is_match = is_match & (place >= back)
             wanted = tl.load(text_ptr + last - back, mask=last >= back, other=-1)
             found = tl.load(text_ptr + place - back, mask=is_match, other=-2)
             is_match = is_match & (found == wanted)
             length += is_match.to(tl.int32)
             back += 1
-        order = place if TAKES_LAST else 0x7FFFFFFF - place
+        order = tl.where(takes_last, place, 0x7FFFFFFF - place)
         best = tl.maximum(best, tl.where(length > 0, (length.to(tl.int64) << 32) | order, 0))
     tl.store(best_ptr + row * tl.num_programs(0) + part, tl.max(best, 0))
 
@@ -57,26 +57,26 @@ def _copy_kernel(
     slots_ptr: tl.tensor,
     num_tokens_ptr: tl.tensor,
     max_drafts_ptr: tl.tensor,
+    rule_ptr: tl.tensor,
     best_ptr: tl.tensor,
     ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     num_parts: int,
     stride_slot: int,
-    MIN_WINDOW: tl.constexpr,
-    TAKES_LAST: tl.constexpr,
     NUM_DRAFTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> None:
     """What followed the best match of one text."""
     row = tl.program_id(0)
+    min_window, takes_last = tl.load(rule_ptr), tl.load(rule_ptr + 2) != 0
     part = tl.arange(0, BLOCK_P)
     best = tl.max(tl.load(best_ptr + row * num_parts + part, mask=part < num_parts, other=0), 0)
     length, order = (best >> 32).to(tl.int32), (best & 0x7FFFFFFF).to(tl.int32)
-    place = order if TAKES_LAST else 0x7FFFFFFF - order
+    place = tl.where(takes_last, order, 0x7FFFFFFF - order)
     num_left = tl.load(num_tokens_ptr + row).to(tl.int32) - 1 - place
     count = tl.minimum(tl.minimum(num_left, tl.load(max_drafts_ptr + row)), NUM_DRAFTS)
-    count = tl.where(length >= MIN_WINDOW, tl.maximum(count, 0), 0)
+    count = tl.where(length >= min_window, tl.maximum(count, 0), 0)
     draft = tl.arange(0, BLOCK_K)
     text_ptr = token_ids_ptr + tl.load(slots_ptr + row) * stride_slot
     token_id = tl.load(text_ptr + place + 1 + draft, mask=draft < count, other=-1)
@@ -91,18 +91,16 @@ def ngram_lookup(
     num_tokens: Tensor,
     max_drafts: Tensor,
     max_num_tokens: int,
-    min_window: int,
-    max_window: int,
+    rule: Tensor,
     num_drafts: int,
-    takes_last: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft what followed the longest earlier occurrence of a text's last tokens.
 
     Args:
         token_ids: [slots, width] int32. slots: [R] int64, rows of it. num_tokens: [R] int64, known tokens of each.
         max_drafts: [R] int32. max_num_tokens: no text is longer; decides how work is cut.
-        min_window, max_window: shortest and longest run of last tokens to look for.
-        takes_last: of equally long matches the last, else the first.
+        rule: [3] int32, read on the device, so that captured steps follow it: the shortest and the longest run of last
+            tokens to look for, from 1 on, and whether of equally long matches the last is taken, else the first.
 
     Returns: [R, num_drafts] int32, -1 beyond a text's count; [R] int32, the counts.
     Raises: ValueError, before any launch.
@@ -113,8 +111,10 @@ def ngram_lookup(
         raise ValueError(f"{num_rows} slots need as many num_tokens and max_drafts")
     if token_ids.dtype != torch.int32 or any(x.stride(-1) != 1 for x in (token_ids, slots, num_tokens, max_drafts)):
         raise ValueError("token_ids is int32, and all last dimensions are contiguous")
-    if not (1 <= min_window <= max_window and num_drafts >= 1 and max_num_tokens <= token_ids.shape[1]):
-        raise ValueError(f"no lookup of {min_window} to {max_window} tokens in {max_num_tokens}, for {num_drafts}")
+    if rule.shape != (3,) or rule.dtype != torch.int32:
+        raise ValueError(f"the rule is three int32, not {tuple(rule.shape)} {rule.dtype}")
+    if num_drafts < 1 or max_num_tokens > token_ids.shape[1]:
+        raise ValueError(f"no lookup in {max_num_tokens} tokens, for {num_drafts} drafts")
     ids = torch.empty(num_rows, num_drafts, dtype=torch.int32, device=token_ids.device)
     counts = torch.empty(num_rows, dtype=torch.int32, device=token_ids.device)
     if num_rows == 0:
@@ -128,11 +128,10 @@ def ngram_lookup(
         token_ids,
         slots,
         num_tokens,
+        rule,
         best,
         part_size,
         token_ids.stride(0),
-        MAX_WINDOW=max_window,
-        TAKES_LAST=takes_last,
         BLOCK_T=BLOCK_T,
     )
     _copy_kernel[(num_rows,)](
@@ -140,13 +139,12 @@ def ngram_lookup(
         slots,
         num_tokens,
         max_drafts,
+        rule,
         best,
         ids,
         counts,
         num_parts,
         token_ids.stride(0),
-        MIN_WINDOW=min_window,
-        TAKES_LAST=takes_last,
         NUM_DRAFTS=num_drafts,
         BLOCK_K=next_power_of_2(num_drafts),
         BLOCK_P=next_power_of_2(ceil_div(token_ids.shape[1], BLOCK_T)),  # one code for all bounds
@@ -156,5 +154,5 @@ def ngram_lookup(
 
 @ngram_lookup.register_fake
 def _(token_ids: Tensor, slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    num_drafts = args[5]
+    num_drafts = args[-1]
     return token_ids.new_empty(slots.shape[0], num_drafts), token_ids.new_empty(slots.shape[0])

@@ -4,7 +4,7 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from server.engine.protocol import (
 from server.errors import OutriderError
 from server.preprocess import TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
+from server.speculation_state import SpeculationChange
 
 _Result = TypeVar("_Result")
 IS_EAGER = "OUTRIDER_TEST_EAGER" in os.environ
@@ -107,16 +108,22 @@ class EngineUnderTest:
         *,
         num_drafts: int | None = None,
         arrivals: random.Random | None = None,
+        on_event: Callable[[], Awaitable[object]] | None = None,
     ) -> list[Outcome]:
         """Answers in the prompts' order.
 
         Args:
             num_drafts: as a request asks for it; None leaves it to the engine.
             arrivals: requests come while others run, at random; None sends all at once.
+            on_event: awaited after every event, while its request goes on.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [self._request(prompt, params, num_drafts) for prompt, params in zip(prompts, each, strict=True)]
-        return self._run(self._generate(requests, arrivals))
+        return self._run(self._generate(requests, arrivals, on_event))
+
+    def set_speculation(self, change: SpeculationChange) -> None:
+        """Change it, and wait until the change holds."""
+        self._run(self.core.engine.set_speculation(change))
 
     def statistics(self) -> EngineStatistics:
         """The engine's counters."""
@@ -131,7 +138,12 @@ class EngineUnderTest:
             speculation=SpeculationOptions(num_speculative_tokens=num_drafts),
         )
 
-    async def _generate(self, requests: Sequence[Request], arrivals: random.Random | None) -> list[Outcome]:
+    async def _generate(
+        self,
+        requests: Sequence[Request],
+        arrivals: random.Random | None,
+        on_event: Callable[[], Awaitable[object]] | None,
+    ) -> list[Outcome]:
         engine = self.core.engine
         outcomes = [Outcome([Answer() for _ in range(request.sampling.n)]) for request in requests]
         waiting = list(range(len(requests)))
@@ -146,6 +158,8 @@ class EngineUnderTest:
             try:
                 async for event in stream:
                     outcomes[index].take_in(event)
+                    if on_event is not None:
+                        await on_event()
                     if waiting and arrivals is not None and arrivals.random() < 0.3:
                         start_next()
             except OutriderError as error:

@@ -59,7 +59,7 @@ def launch_all() -> None:
     rows = torch.zeros(2, dtype=torch.int64)
     write_kv(inputs.layer, key, key, rows, rows)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
-    ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, 2, 4, 5, False)
+    ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, torch.ones(3, dtype=torch.int32), 5)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
     penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))
     weight = torch.zeros(64, 1024, dtype=torch.bfloat16)

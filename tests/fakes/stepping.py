@@ -56,7 +56,7 @@ class Stepping:
         config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduling})
         num_blocks = 1 + config.max_num_seqs * (-(-max_tokens // block_size))
         if proposer is None and k:
-            proposer = NgramProposer(k, 1, 3, takes_last=False)
+            proposer = NgramProposer(k, 1, 3, takes_last=False, device=device)
         self.is_compiled = False
         if is_compiled:
             merge_linears(loaded.model.base_model)

@@ -395,7 +395,7 @@ def test_verification_keeps_the_distribution(method: Method) -> None:
 def test_lookup_equals_the_proposer(num_rows: int, takes_last: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(num_rows)
     inputs = lookup_inputs(num_rows, generator)
-    twin = NgramProposer(5, 2, 4, takes_last=takes_last).propose_eagerly(inputs)
+    twin = NgramProposer(5, 2, 4, takes_last=takes_last, device=torch.device(DEVICE)).propose_eagerly(inputs)
     ids, counts = lookup(inputs, takes_last=takes_last)
     assert torch.equal(ids, twin.ids)
     assert torch.equal(counts, twin.counts)
@@ -416,7 +416,8 @@ def lookup_inputs(num_rows: int, generator: torch.Generator) -> ProposeInput:
 
 def lookup(inputs: ProposeInput, *, takes_last: bool) -> tuple[Tensor, Tensor]:
     tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
-    ids, counts = ngram_lookup(*tensors, inputs.max_num_tokens, 2, 4, 5, takes_last)
+    rule = torch.tensor([2, 4, takes_last], dtype=torch.int32, device=DEVICE)
+    ids, counts = ngram_lookup(*tensors, inputs.max_num_tokens, rule, 5)
     return ids, counts
 
 

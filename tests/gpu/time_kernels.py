@@ -27,11 +27,11 @@ from server.kernels.attention_tiling import Tiling
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
+from server.kernels.noise import Stream, gumbel
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
-from server.kernels.noise import Stream, gumbel
 from tests.fakes.drafts import draft_inputs
 
 BYTES_PER_US = 4.26e6
@@ -219,11 +219,13 @@ def time_lookup() -> None:
         slots = torch.arange(num_rows, device=DEVICE)
         num_tokens = torch.full_like(slots, length)
         inputs = ProposeInput(token_ids, slots, num_tokens, torch.full_like(slots, 5).int(), length)
-        proposer = NgramProposer(5, 2, 4, takes_last=False)
+        proposer = NgramProposer(5, 2, 4, takes_last=False, device=torch.device(DEVICE))
 
-        def call(inputs: ProposeInput = inputs) -> object:
+        rule = torch.tensor([2, 4, 0], dtype=torch.int32, device=DEVICE)
+
+        def call(inputs: ProposeInput = inputs, rule: Tensor = rule) -> object:
             tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
-            return ngram_lookup(*tensors, inputs.max_num_tokens, 2, 4, 5, False)
+            return ngram_lookup(*tensors, inputs.max_num_tokens, rule, 5)
 
         twin_us = time_us([lambda inputs=inputs, proposer=proposer: proposer.propose_eagerly(inputs)])  # type: ignore[misc]
         report(f"n-gram lookup {num_rows} x {length}", time_us([call] * 4), 4 * num_rows * length, torch=twin_us)

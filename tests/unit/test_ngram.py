@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from proposers.base import Draft, ProposeInput
-from proposers.ngram import NgramProposer
+from proposers.ngram import NgramConfig, NgramProposer
 
 
 def slow_lookup(text: Sequence[int], k: int, shortest: int, longest: int, *, takes_last: bool, most: int) -> list[int]:
@@ -19,6 +19,10 @@ def slow_lookup(text: Sequence[int], k: int, shortest: int, longest: int, *, tak
             after = (places[-1] if takes_last else places[0]) + window
             return list(text[after : after + min(k, most)])
     return []
+
+
+def lookup(k: int, shortest: int, longest: int, device: str, *, takes_last: bool = False) -> NgramProposer:
+    return NgramProposer(k, shortest, longest, takes_last=takes_last, device=torch.device(device))
 
 
 def propose(
@@ -60,7 +64,7 @@ def test_equals_the_slow_lookup_on_random_texts(
     rng = random.Random(k * 100 + longest)
     texts = [[rng.randrange(1 + i % 4) for _ in range(rng.randint(1, 40))] for i in range(60)]
     most = [rng.randint(0, k) for _ in texts]
-    draft = propose(texts, NgramProposer(k, shortest, longest, takes_last=takes_last), device_name, most)
+    draft = propose(texts, lookup(k, shortest, longest, device_name, takes_last=takes_last), device_name, most)
     assert draft.ids.shape == (60, k)
     assert draft.ids.dtype == draft.counts.dtype == torch.int32
     assert draft.logits is None
@@ -85,9 +89,18 @@ def test_equals_the_slow_lookup_on_random_texts(
     ],
 )
 def test_examples(device_name: str, text: list[int], expected: list[int]) -> None:
-    assert as_lists(propose([text], NgramProposer(3, 2, 3, takes_last=False), device_name)) == [expected]
+    assert as_lists(propose([text], lookup(3, 2, 3, device_name), device_name)) == [expected]
 
 
 def test_the_last_occurrence_as_an_option(device_name: str) -> None:
     text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3]
-    assert as_lists(propose([text], NgramProposer(3, 2, 3, takes_last=True), device_name)) == [[8, 1, 2]]
+    assert as_lists(propose([text], lookup(3, 2, 3, device_name, takes_last=True), device_name)) == [[8, 1, 2]]
+
+
+def test_other_parameters_from_the_next_draft_on(device_name: str) -> None:
+    text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3]
+    proposer = lookup(3, 2, 3, device_name)
+    for change, expected in (({"match": "last"}, [8, 1, 2]), ({"prompt_lookup_min": 4}, []), ({}, [9, 1, 2])):
+        values = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4, **change}
+        proposer.reconfigure(NgramConfig.model_validate(values))
+        assert as_lists(propose([text], proposer, device_name)) == [expected]

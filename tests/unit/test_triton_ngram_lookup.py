@@ -28,19 +28,22 @@ def inputs_of(texts: Sequence[Sequence[int]], device: str, max_drafts: Sequence[
     )
 
 
+def rule_of(min_window: int, max_window: int, device: torch.device, *, takes_last: bool = False) -> torch.Tensor:
+    return torch.tensor([min_window, max_window, takes_last], dtype=torch.int32, device=device)
+
+
 def check(inputs: ProposeInput, k: int, min_window: int, max_window: int, *, takes_last: bool) -> Draft:
     """Compare both. Returns: what the twin drafts."""
-    twin = NgramProposer(k, min_window, max_window, takes_last=takes_last).propose_eagerly(inputs)
+    device = inputs.slots.device
+    twin = NgramProposer(k, min_window, max_window, takes_last=takes_last, device=device).propose_eagerly(inputs)
     ids, counts = ngram_lookup(
         inputs.token_ids,
         inputs.slots,
         inputs.num_tokens,
         inputs.max_drafts,
         inputs.max_num_tokens,
-        min_window,
-        max_window,
+        rule_of(min_window, max_window, device, takes_last=takes_last),
         k,
-        takes_last,
     )
     assert ids.dtype == counts.dtype == torch.int32
     assert torch.equal(counts, twin.counts)
@@ -79,24 +82,40 @@ def test_a_slot_without_tokens_drafts_nothing(kernel_device: str) -> None:
     """Padding of a captured batch."""
     inputs = inputs_of([[1, 1, 1], [1, 1, 1]], kernel_device, [3, 3])
     inputs.num_tokens[1] = 0
-    _, counts = ngram_lookup(inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts, 5, 1, 2, 3, False)
+    rule = rule_of(1, 2, inputs.slots.device)
+    _, counts = ngram_lookup(inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts, 5, rule, 3)
     assert counts.tolist() == [1, 0]
 
 
 def test_the_operator_s_shapes(kernel_device: str) -> None:
     inputs = inputs_of([[1, 2, 1], [3]], kernel_device, [3, 3])
-    args = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts, 5, 1, 2, 3, False)
+    rule = rule_of(1, 2, inputs.slots.device)
+    args = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts, 5, rule, 3)
     torch.library.opcheck(ngram_lookup, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_what_does_not_fit_is_refused(kernel_device: str) -> None:
     inputs = inputs_of([[1, 2, 1], [3]], kernel_device, [3, 3])
     tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
+    rule = rule_of(1, 2, inputs.slots.device)
     with pytest.raises(ValueError, match="2 slots need"):
-        ngram_lookup(*tensors[:3], inputs.max_drafts[:1], 5, 1, 2, 3, False)
+        ngram_lookup(*tensors[:3], inputs.max_drafts[:1], 5, rule, 3)
     with pytest.raises(ValueError, match="int32"):
-        ngram_lookup(inputs.token_ids.long(), *tensors[1:], 5, 1, 2, 3, False)
-    with pytest.raises(ValueError, match="no lookup of 3 to 2"):
-        ngram_lookup(*tensors, 5, 3, 2, 3, False)
+        ngram_lookup(inputs.token_ids.long(), *tensors[1:], 5, rule, 3)
+    with pytest.raises(ValueError, match="for 0 drafts"):
+        ngram_lookup(*tensors, 5, rule, 0)
+    with pytest.raises(ValueError, match="three int32"):
+        ngram_lookup(*tensors, 5, rule.long(), 3)
     with pytest.raises(ValueError, match="in 99"):
-        ngram_lookup(*tensors, 99, 1, 2, 3, False)
+        ngram_lookup(*tensors, 99, rule, 3)
+
+
+def test_a_rule_that_changes_in_its_place(kernel_device: str) -> None:
+    """As a captured step meets it: nothing but the content of its tensors differs."""
+    device = torch.device(kernel_device)
+    inputs = inputs_of([[1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3]], kernel_device, [3])
+    tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
+    rule = rule_of(2, 4, device)
+    for changed, expected in ((rule_of(2, 4, device, takes_last=True), [8, 1, 2]), (rule_of(4, 4, device), [-1] * 3)):
+        rule.copy_(changed)
+        assert ngram_lookup(*tensors, inputs.max_num_tokens, rule, 3)[0].tolist() == [expected]
