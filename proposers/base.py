@@ -127,6 +127,17 @@ class DraftVocabulary:
     dtype: torch.dtype
     to_draft: Tensor | None = None
 
+    @classmethod
+    def of(cls, to_target: Tensor | None, target_size: int) -> "DraftVocabulary":
+        """Of float32 logits of tokens with these ids in the target's vocabulary, or -1; None where it is that one."""
+        if to_target is None:
+            return cls(target_size, torch.float32)
+        known = to_target >= 0
+        own_ids = torch.arange(len(to_target), dtype=torch.int32, device=to_target.device)
+        to_draft = torch.full((target_size,), -1, dtype=torch.int32, device=to_target.device)
+        to_draft[to_target[known]] = own_ids[known]
+        return cls(len(to_target), torch.float32, to_draft)
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -16,7 +16,10 @@ GROUP = "outrider.proposers"
 
 BUILT_IN: Mapping[str, str] = {
     "draft_model": "proposers.draft_model:DraftModelConfig",
+    "eagle": "proposers.eagle:EagleConfig",
+    "eagle3": "proposers.eagle:Eagle3Config",
     "layer_skip": "proposers.layer_skip:LayerSkipConfig",
+    "medusa": "proposers.medusa:MedusaConfig",
     "ngram": "proposers.ngram:NgramConfig",
     "suffix": "proposers.suffix:SuffixConfig",
 }

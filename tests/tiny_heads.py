@@ -100,6 +100,56 @@ def build_tiny_eagle3(
     return write_head(folder, {**config, **own}, tensors, file)
 
 
+def build_tiny_medusa(
+    folder: Path,
+    *,
+    form: Literal["medusa", "vllm"] = "medusa",
+    num_heads: int = 3,
+    num_layers: int = 1,
+    output: Literal["own", "one", "target"] = "own",
+    token_map: Sequence[int] | None = None,
+    prefix: str = "",
+    file: str = "medusa_lm_head.pt",
+    seed: int = 0,
+) -> Path:
+    """Medusa heads.
+
+    Args:
+        output: an output projection for each head, one for all, or the target's.
+        token_map: the tokens that the heads know; all if not given.
+    Returns: `folder`.
+    """
+    names = ("{0}.{1}.linear.weight", "{0}.{1}.linear.bias", "{0}.{2}.weight")
+    if form == "vllm":
+        names = ("blocks.{0}.layers.{1}.weight", "blocks.{0}.layers.{1}.bias", "lm_heads.{0}.weight")
+    shapes: Shapes = {}
+    for head in range(num_heads):
+        for layer in range(num_layers):
+            shapes[prefix + names[0].format(head, layer)] = (HIDDEN, HIDDEN)
+            shapes[prefix + names[1].format(head, layer)] = (HIDDEN,)
+        if output == "own":
+            shapes[prefix + names[2].format(head, 0, num_layers)] = (VOCAB, HIDDEN)
+    if output == "one":
+        shapes[prefix + "lm_head.weight"] = (VOCAB, HIDDEN)
+    tensors = random_tensors(shapes, seed)
+    config: dict[str, Any] = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
+    if form == "vllm":
+        config = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": HIDDEN,
+            "vocab_size": VOCAB,
+            "num_heads": num_heads,
+            "num_hidden_layers": num_layers,
+            "original_lm_head": output == "one",
+            "medusa_fc_bias": True,
+        }
+    if token_map is not None:
+        tensors["token_map"] = torch.tensor(token_map)
+        config["truncated_vocab_size"] = len(token_map)
+    return write_head(folder, config, tensors, file)
+
+
 def layer_config(num_layers: int, model_type: str = "llama") -> dict[str, Any]:
     """The part of config.json that describes decoder layers."""
     return {

@@ -13,6 +13,7 @@ from proposers.registry import known_proposers
 from server.config import Config
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import Answer, EngineUnderTest, engine_on
+from tests.tiny_heads import build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
 from tests.tiny_model import build_tiny_model
 
 K = 3
@@ -20,12 +21,18 @@ VOCAB = 512
 EXAMPLES = ("tests.fakes.example_proposers:RepeatConfig", "tests.fakes.example_proposers:PeriodConfig")
 SETTINGS: dict[str, dict[str, object]] = {
     "draft_model": {"model": "draft_model"},
+    "eagle": {"model": "eagle"},
+    "eagle3": {"model": "eagle3"},
     "layer_skip": {"num_layers": 1},
+    "medusa": {"model": "medusa"},
     "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
 }
 """What a method needs to draft often for a tiny model; a model is named by what makes it."""
 MODELS: dict[str, Callable[[Path], Path]] = {
     "draft_model": lambda folder: build_tiny_model(folder, num_layers=1, seed=7),
+    "eagle": build_tiny_eagle,
+    "eagle3": lambda folder: build_tiny_eagle3(folder, draft_vocab_size=300),
+    "medusa": build_tiny_medusa,
 }
 
 
@@ -39,6 +46,8 @@ LISTS: dict[str, Any] = {
     "ngram, suffix": [config_of("ngram", 2), config_of("suffix")],
     "ngram, draft model, repeat": [config_of("ngram", 2), config_of("draft_model"), config_of(EXAMPLES[0], 1)],
     "layer skip, draft model": [config_of("layer_skip", 1), config_of("draft_model", 4)],
+    "ngram, eagle3": [config_of("ngram", 2), config_of("eagle3", 4)],
+    "medusa, eagle": [config_of("medusa", 1), {**config_of("eagle"), "draft_sample_method": "greedy"}],
     "repeat, ngram, period": [config_of(EXAMPLES[0], 1), config_of("ngram", 4), config_of(EXAMPLES[1])],
 }
 CONFIGS = SINGLES | LISTS

@@ -76,7 +76,7 @@ class TestNgram:
 class TestMethods:
     def test_unknown_names_list_the_known_and_the_nearest(self) -> None:
         message = refusal({"method": "n-gram"})
-        assert message.startswith("speculative_config.method: must be one of ngram")
+        assert message.startswith("speculative_config.method: must be one of draft_model")
         assert "or module:Class of another; did you mean ngram?, got 'n-gram' (from argument)" in message
 
     @pytest.mark.parametrize(
