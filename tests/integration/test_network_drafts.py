@@ -155,7 +155,7 @@ def test_a_draft_that_is_not_a_number_is_none(
     poison = expected[0][0]
     poisoned = build_tiny_model(tmp_path / "poisoned", poison_token_id=poison)
     with engine_on(folder, device_name, **itself(poisoned)) as engine:
-        outcomes = engine.generate(prompts(), params(max_tokens=2))
-    assert [len(outcome.only.token_ids) for outcome in outcomes] == [2] * len(LENGTHS)
+        outcomes = engine.generate(prompts(), params(max_tokens=3))
+    assert [len(outcome.only.token_ids) for outcome in outcomes] == [3] * len(LENGTHS)
     num_steps = [outcome.only.end.speculation.num_spec_steps for outcome in outcomes]
     assert num_steps == [int(outcome.only.token_ids[0] != poison) for outcome in outcomes]
