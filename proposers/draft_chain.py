@@ -21,7 +21,7 @@ class DraftChain:
         self._num_drafts = num_drafts
         self._limit = limit
         self._to_target = network.to_target
-        self.vocabulary = _vocabulary(network, target) if is_sampled else None
+        self.vocabulary = DraftVocabulary.of(network.to_target, target.vocab_size) if is_sampled else None
 
     def draft(
         self,
@@ -83,14 +83,3 @@ def _last_tokens(inputs: ProposeInput, index: int, is_real: Tensor) -> FlatToken
         num_query=torch.ones_like(row),
         groups=(AttentionGroup(0, row.shape[0], 0, 1, inputs.max_num_tokens + index),),
     )
-
-
-def _vocabulary(network: ChainNetwork, target: TargetView) -> DraftVocabulary:
-    to_target = network.to_target
-    if to_target is None:
-        return DraftVocabulary(target.vocab_size, torch.float32)
-    known = to_target >= 0
-    own_ids = torch.arange(to_target.shape[0], dtype=torch.int32, device=to_target.device)
-    to_draft = torch.full((target.vocab_size,), -1, dtype=torch.int32, device=to_target.device)
-    to_draft[to_target[known]] = own_ids[known]
-    return DraftVocabulary(to_target.shape[0], torch.float32, to_draft)
