@@ -210,6 +210,23 @@ def test_k_and_v_may_be_kept_in_another_type(tmp_path: Path, target: TargetModel
         assert 0 < float((got - expected).abs().max()) < 0.2 * float(expected.abs().max())
 
 
+@torch.inference_mode()
+def test_in_bfloat16_it_says_about_the_same(tmp_path: Path, target: TargetModel, device_name: str) -> None:
+    folder = build_tiny_eagle3(tmp_path / "head")
+    narrow = target_model(target.folder, device_name, torch.bfloat16)
+    network = EagleNetwork(
+        eagle_head(read_checkpoint(str(folder)), narrow, "eagle3"), narrow, torch.device(device_name), torch.bfloat16
+    )
+    network.bind_kv(torch.zeros(7, 1, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.bfloat16, device=device_name))
+    given = sequences(2 * HIDDEN, device_name)
+    rounded = [(token_ids, features.bfloat16()) for token_ids, features in given]
+    exact = run(network_of(folder, target, device_name, is_eagle3=True), given, CHUNKS["at once"])
+    for got, expected in zip(run(network, rounded, CHUNKS["at once"]), exact, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert network.logits(got).dtype == torch.float32
+        assert float((got - expected).abs().max()) < 0.1 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("runs_plain", [False, True])
 @torch.inference_mode()
 def test_modules_stay_as_they_are_where_the_target_s_do(
