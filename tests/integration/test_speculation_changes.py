@@ -21,8 +21,10 @@ CONFIGS: dict[str, list[dict[str, object]]] = {
     "suffix": [SUFFIX],
     "ngram": [NGRAM],
     "ngram, suffix": [{**NGRAM, "num_speculative_tokens": 2}, SUFFIX],
+    "layer skip": [{"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": 4}],
 }
 PARAMETERS: dict[object, list[dict[str, object]]] = {
+    "layer_skip": [],
     "ngram": [
         {"match": "last"},
         {"prompt_lookup_min": 3},
@@ -85,7 +87,9 @@ def changes_of(config: list[dict[str, object]]) -> list[SpeculationChange]:
         for place, member in enumerate(config)
         for values in PARAMETERS[member["method"]]
     ]
-    return [change for pair in zip(GENERAL, cycle(parameters)) for change in pair]
+    # 4 or 8 parameters behind 9 general ones: in time each comes behind each.
+    pairs = zip(GENERAL * 8, cycle(parameters or GENERAL), strict=False)
+    return [change for pair in pairs for change in pair]
 
 
 def change_with_steps(engine: EngineUnderTest, changes: list[SpeculationChange]) -> Callable[[], int]:
