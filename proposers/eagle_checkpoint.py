@@ -142,11 +142,13 @@ def _to_target(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], vocab_size: int
 ) -> Tensor | None:
     """From d2t, which has for each token of the reduced vocabulary how far its id is from the target's."""
-    size = config.get("draft_vocab_size") or vocab_size
+    size = config.get("draft_vocab_size")
     if "d2t" not in tensors:
-        check_size(folder, "draft_vocab_size without d2t", size, vocab_size)
+        if size not in (None, vocab_size):
+            raise ModelError(f"{folder} lacks d2t, without which its {size} tokens are not known among {vocab_size}")
         return None
     offsets = tensors["d2t"].long()
+    size = size or len(offsets)
     if tuple(offsets.shape) != (size,):
         raise ModelError(f"{folder}: d2t has the shape {list(offsets.shape)}, and draft_vocab_size is {size}")
     to_target = torch.arange(size) + offsets

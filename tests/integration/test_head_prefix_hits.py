@@ -12,8 +12,8 @@ from tests.tiny_heads import build_tiny_eagle, build_tiny_eagle3
 from tests.tiny_model import build_tiny_model
 
 BLOCK = 16
-SAMPLING = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-LENGTHS = [blocks * BLOCK + more for blocks in (1, 2, 3, 4) for more in (-1, 0, 1)]
+SAMPLING = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+LENGTHS = [blocks * BLOCK + more for blocks in (1, 2, 3, 4) for more in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(params=["eagle", "eagle3", "eagle3 that is told not to drop"])
+@pytest.fixture(scope="module", params=["eagle", "eagle3", "eagle3 that is told not to drop"])
 def engines(
     request: pytest.FixtureRequest, folders: dict[str, Path], device_name: str
 ) -> Iterator[tuple[EngineUnderTest, EngineUnderTest]]:

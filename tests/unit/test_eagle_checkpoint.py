@@ -65,6 +65,15 @@ def test_eagle3_in_either_form(tmp_path: Path, target: TargetModel, file: str, s
         assert own.to_target.tolist() == other.to_target.tolist() == sorted(set(own.to_target.tolist()))
 
 
+def test_a_reduced_vocabulary_need_not_be_counted(tmp_path: Path, target: TargetModel) -> None:
+    folder = build_tiny_eagle3(tmp_path / "head", draft_vocab_size=96)
+    expected = read(folder, target, "eagle3")
+    config = json.loads((folder / "config.json").read_text())
+    del config["draft_vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert same(read(folder, target, "eagle3"), expected)
+
+
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_weights_that_only_training_needed_are_left_out(tmp_path: Path, target: TargetModel, prefix: str) -> None:
     folder = build_tiny_eagle3(tmp_path / "head")
@@ -157,7 +166,7 @@ REFUSALS = [
     (set_to(vocab_size=500, draft_vocab_size=500), r"its vocabulary is 500, and the target's is 512"),
     (set_to(hidden_size=32), r"its hidden size is 32, and the target's is 64"),
     (set_to(target_hidden_size=96), r"its hidden size is 96, and the target's is 64"),
-    (set_to(draft_vocab_size=100), r"draft_vocab_size without d2t is 100, and the target's is 512"),
+    (set_to(draft_vocab_size=100), r"lacks d2t, without which its 100 tokens are not known among 512"),
     (put("d2t", torch.zeros(9)), r"d2t has the shape \[9\], and draft_vocab_size is 512"),
     (put("d2t", torch.arange(VOCAB)), r"d2t leads to ids twice, or out of the vocabulary of 512"),
     (put("d2t", -torch.arange(VOCAB)), r"d2t leads to ids twice"),
