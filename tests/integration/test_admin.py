@@ -6,6 +6,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -44,8 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def server(folder: Path, path: Path) -> AsyncIterator[RealServer]:
-    settings = {"speculative_config": [SUFFIX, PERIOD]}
-    async with real_server(folder, front={"admin_uds": str(path)}, **settings) as running:
+    async with real_server(folder, front={"admin_uds": str(path)}, speculative_config=[SUFFIX, PERIOD]) as running:
         yield running
 
 
@@ -63,7 +63,8 @@ def outrider(server: RealServer, path: Path, monkeypatch: pytest.MonkeyPatch) ->
 async def set_speculation(path: Path, request: pb.SetSpeculationRequest) -> pb.Speculation:
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
         try:
-            return (await AdminStub(channel).SetSpeculation(request)).speculation
+            response: pb.SetSpeculationResponse = await AdminStub(channel).SetSpeculation(request)
+            return response.speculation
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 
@@ -273,9 +274,8 @@ async def test_messages_that_no_command_sends(server: RealServer, path: Path) ->
     with pytest.raises(InvalidRequestError, match="must be an integer"):
         await set_speculation(path, pb.SetSpeculationRequest(proposers=[deep]))
     async with grpc.aio.insecure_channel(f"unix:{path}") as channel:
-        call = channel.unary_unary("/outrider.v1.Admin/SetSpeculation")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(b"\x0a\xff")
+            await _raw(channel)(b"\x0a\xff")
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -288,3 +288,8 @@ async def test_many_at_once_come_one_after_the_other(server: RealServer, path: P
             assert state.enabled == request.enabled
         else:
             assert state.num_speculative_tokens == request.num_speculative_tokens
+
+
+def _raw(channel: grpc.aio.Channel) -> Any:
+    """SetSpeculation from bytes to bytes."""
+    return channel.unary_unary("/outrider.v1.Admin/SetSpeculation")

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from server.events import Event, StepFinished
 from server.request import SamplingParams
-from server.speculation_state import ProposerChange, SpeculationChange
+from server.speculation_state import ProposerChange, SpeculationChange, SpeculationState
 from tests.fakes.engine_under_test import EngineUnderTest, engine_on
 from tests.tiny_model import build_tiny_model
 
@@ -93,14 +92,16 @@ def changes_of(config: list[dict[str, object]]) -> list[SpeculationChange]:
 
 
 def change_with_steps(engine: EngineUnderTest, changes: list[SpeculationChange]) -> Callable[[], int]:
-    """From now on a change is on its way to the step thread whenever four steps have settled. Returns: their number."""
+    """A change is on its way to the step thread whenever four steps have settled. Returns: their number."""
     numbers, upcoming = count(1), cycle(changes)
-    made: list[SpeculationChange] = []
+    made: list[SpeculationState] = []
+
+    def change() -> None:
+        made.append(engine.core.engine._speculation.apply(next(upcoming)))
 
     def after_step(event: Event) -> None:
         if isinstance(event, StepFinished) and next(numbers) % 4 == 0:
-            made.append(next(upcoming))
-            engine.core.engine._inbox.put(partial(engine.core.engine._speculation.apply, made[-1]))
+            engine.core.engine._inbox.put(change)
 
     engine.core.bus.subscribe(after_step)
     return lambda: len(made)

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -398,7 +399,7 @@ def test_held_admission_starts_a_preempted_sequence_again() -> None:
 class _ScriptedPolicy:
     """Allows what the script says, step by step, and keeps what it is told."""
 
-    is_adaptive = False
+    is_adaptive: ClassVar[bool] = False
 
     def __init__(self, script: list[Allowance]) -> None:
         self.script = script
