@@ -22,7 +22,7 @@ class Greedy:
     gaps: list[float]
 
 
-class RoundingCache(DynamicCache):
+class RoundingCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped there
     """Keeps keys and values as a cache of another type would give them back."""
 
     def __init__(self, kv_dtype: torch.dtype) -> None:

@@ -337,9 +337,8 @@ def test_every_number_of_8_bits_is_rounded_to_and_read() -> None:
     stored = torch.nan_to_num(numbers.float(), 0.0, 0.0, 0.0).clamp(-448, 448).to(F8)
     assert torch.equal(kv[:, 0, 0, :16].flatten().view(torch.uint8), stored.view(torch.uint8))
     row = torch.arange(len(key))
-    layout = {"first_token": row, "num_query": row * 0 + 1, "slots": row, "positions": row * 0}
     query = torch.zeros(len(key), 1, 16)
-    read = cpu_attention.paged_attention(query, kv, **layout, block_table=row[:, None], scaling=1.0)
+    read = cpu_attention.paged_attention(query, kv, row, row * 0 + 1, row, row * 0, row[:, None], 1.0)
     assert torch.equal(read.flatten(), stored.float())
 
 
