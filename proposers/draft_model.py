@@ -1,14 +1,15 @@
 """A smaller language model that drafts."""
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from proposers.base import TargetView
 from proposers.drafting import NetworkProposer
 from proposers.network import Features, KVShape
-from proposers.network_config import NetworkConfig
+from proposers.network_config import KVNetworkConfig
+from proposers.vocab_mapping import VocabularyMapping, check_same_vocabulary, map_vocabularies
 from server.config import ModelConfig
-from server.errors import ConfigError
 from server.model.attention import AttentionStep, bind_kv
 from server.model.forward import run_model
 from server.model.fusion import can_pack, merge_linears, pack_linears
@@ -16,37 +17,58 @@ from server.model.head import LMHead
 from server.model.loader import LoadedModel, load_model
 
 
-class DraftModelConfig(NetworkConfig):
+class DraftModelConfig(KVNetworkConfig):
     """Settings of a draft model."""
 
     model: str = Field(min_length=1, description="folder, GGUF file or Hugging Face id of the draft model")
     revision: str | None = Field(default=None, description="branch, tag or commit of a Hugging Face repository")
+    use_heterogeneous_vocab: bool = Field(
+        default=False, description="draft with the tokens that the model's tokenizer and the target's have in common"
+    )
 
     def build(self, target: TargetView) -> NetworkProposer:
         """Load the model. Raises: ConfigError, ModelError."""
         network = self.target_network(target)
         given = ModelConfig(model=self.model, revision=self.revision, trust_remote_code=network.trusts_code)
         loaded = load_model(given, target.device, network.dtype)
-        if loaded.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"speculative_config.model: {self.model} has a vocabulary of {loaded.vocab_size} tokens, "
-                f"the target one of {target.vocab_size}"
-            )
+        kv_dtype = self.kv_dtype(target, loaded.model.dtype)
         return NetworkProposer(
-            CausalNetwork(loaded, runs_plain=network.runs_plain),
+            CausalNetwork(loaded, kv_dtype, self._mapping(loaded, target), runs_plain=network.runs_plain),
             target,
             num_speculative_tokens=self.num_speculative_tokens,
             is_sampled=self.is_sampled,
             max_num_tokens=self.max_model_len,
         )
 
+    def _mapping(self, loaded: LoadedModel, target: TargetView) -> VocabularyMapping | None:
+        """None where ids mean the same in both models. Raises: ConfigError."""
+        vocabularies = self.target_network(target).tokenizer, loaded.tokenizer, target.vocab_size, loaded.vocab_size
+        if self.use_heterogeneous_vocab:
+            return map_vocabularies(*vocabularies)
+        check_same_vocabulary(*vocabularies)
+        if loaded.vocab_size == target.vocab_size:
+            return None
+        return VocabularyMapping.of_equal_ids(target.vocab_size, loaded.vocab_size)
+
 
 class CausalNetwork:
-    """A causal language model of the target's vocabulary; implements proposers.network.DraftNetwork."""
+    """A causal language model; implements proposers.network.DraftNetwork.
 
-    def __init__(self, loaded: LoadedModel, *, runs_plain: bool) -> None:
-        """Args: runs_plain: whether its modules are to stay as they are, neither merged nor packed."""
+    Of its output projection only the rows of tokens that the target has are kept: leaving the others out is
+    giving them no probability.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, kv_dtype: torch.dtype, mapping: VocabularyMapping | None, *, runs_plain: bool
+    ) -> None:
+        """Args:
+        mapping: of the target's vocabulary to its own; None where they are the same.
+        runs_plain: whether its modules are to stay as they are, neither merged nor packed.
+        """
         self._loaded = loaded
+        self._kv_dtype = kv_dtype
+        self._input_ids: Tensor | None = None
+        self._to_target: Tensor | None = None
         self._model = loaded.model
         is_packed = can_pack(self._model.device) and not runs_plain
         if is_packed:
@@ -54,12 +76,17 @@ class CausalNetwork:
         elif self._model.device.type == "cuda" and not runs_plain:
             merge_linears(self._model.base_model)
         self._head = LMHead.of(self._model, loaded.config, is_packed=is_packed)
+        if mapping is not None:
+            kept = (mapping.to_target >= 0).nonzero()[:, 0]
+            self._head = self._head.rows(kept.to(self._model.device))
+            self._to_target = mapping.to_target[kept].to(self._model.device)
+            self._input_ids = mapping.input_ids.to(self._model.device)
 
     @property
     def kv_shape(self) -> KVShape:
-        """That of the model."""
+        """That of the model, in a type of its own."""
         loaded = self._loaded
-        return KVShape(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, self._model.dtype)
+        return KVShape(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, self._kv_dtype)
 
     @property
     def features(self) -> Features:
@@ -73,8 +100,8 @@ class CausalNetwork:
 
     @property
     def to_target(self) -> Tensor | None:
-        """The vocabularies are the same."""
-        return None
+        """The target's id of each token that it drafts."""
+        return self._to_target
 
     def bind_kv(self, kv: Tensor) -> None:
         """Use this memory for K and V."""
@@ -86,9 +113,11 @@ class CausalNetwork:
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
         """The model's last hidden states."""
+        if self._input_ids is not None:
+            token_ids = self._input_ids[token_ids]
         outputs: Tensor = run_model(self._model.base_model, token_ids, positions, step).last_hidden_state[0]
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own."""
+        """The model's own, of the tokens that it drafts."""
         return self._head.logits(hidden)

@@ -28,15 +28,19 @@ class VocabularyMapping:
     """Which tokens of a target and a draft model are the same, one to one; on the CPU.
 
     Attributes:
-        to_draft: [target's vocabulary] int32, -1 for a token that the draft does not have.
         to_target: [draft's vocabulary] int64, -1 for a token that the target does not have.
         input_ids: [target's vocabulary] int64, what the draft model is given for each token: the same one, or else
             the last one that its tokenizer makes of the text.
     """
 
-    to_draft: Tensor
     to_target: Tensor
     input_ids: Tensor
+
+    @classmethod
+    def of_equal_ids(cls, target_size: int, draft_size: int) -> "VocabularyMapping":
+        """The same ids as far as both go; beyond there are rows without a token."""
+        ids = torch.arange(max(target_size, draft_size))
+        return cls(torch.where(ids < target_size, ids, -1)[:draft_size], ids[:target_size].clamp(max=draft_size - 1))
 
     @property
     def num_shared(self) -> int:
@@ -65,8 +69,7 @@ def map_vocabularies(
     own, other = target.ids_by_text(), draft.ids_by_text()
     pairs.update((token_id, other[text]) for text, token_id in own.items() if text in other)
     mapping = VocabularyMapping(
-        to_draft=_table(pairs.items(), target_size, torch.int32),
-        to_target=_table(((twin, token_id) for token_id, twin in pairs.items()), draft_size, torch.int64),
+        to_target=_table(((twin, token_id) for token_id, twin in pairs.items()), draft_size),
         input_ids=_input_ids(target, draft, pairs, other),
     )
     _report(mapping, target, draft)
@@ -164,15 +167,15 @@ def _input_ids(
     backend = draft.tokenizer.backend_tokenizer
     encodings = backend.encode_batch_fast(list(spelled.values()), add_special_tokens=False)
     ends = ([-1, *encoding.ids][-1] for encoding in encodings)
-    table = _table([*given.items(), *zip(spelled, ends, strict=True)], target.size, torch.int64)
+    table = _table([*given.items(), *zip(spelled, ends, strict=True)], target.size)
     return torch.where((table < 0) | (table >= draft.size), draft.unknown, table)
 
 
-def _table(entries: Iterable[tuple[int, int]], size: int, dtype: torch.dtype) -> Tensor:
-    """[size], -1 where there is no entry."""
-    table = torch.full((size,), -1, dtype=dtype)
+def _table(entries: Iterable[tuple[int, int]], size: int) -> Tensor:
+    """[size] int64, -1 where there is no entry."""
+    table = torch.full((size,), -1)
     indexed = torch.tensor(list(entries), dtype=torch.int64).view(-1, 2)
-    table[indexed[:, 0]] = indexed[:, 1].to(dtype)
+    table[indexed[:, 0]] = indexed[:, 1]
     return table
 
 
@@ -186,5 +189,5 @@ def _report(mapping: VocabularyMapping, target: _Vocabulary, draft: _Vocabulary)
     else:
         logger.info("of the draft model's %d tokens the target has %d", num_draft, num_shared)
     eos = target.tokenizer.eos_token_id
-    if eos is None or mapping.to_draft[eos] < 0:
+    if eos is None or not (mapping.to_target == eos).any():
         logger.warning("the draft model has no token for the target's end of text, and never drafts it")

@@ -18,7 +18,8 @@ SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 def size_of(tokenizer: Any) -> int:
-    return max(tokenizer.get_vocab().values()) + 1
+    ids: list[int] = tokenizer.get_vocab().values()
+    return 1 + max(ids)
 
 
 def mapping_of(target: Any, draft: Any) -> VocabularyMapping:
@@ -28,20 +29,18 @@ def mapping_of(target: Any, draft: Any) -> VocabularyMapping:
 
 
 def check_consistent(mapping: VocabularyMapping) -> None:
-    """One to one, and the same in all three tables."""
-    assert (mapping.to_draft.dtype, mapping.to_target.dtype) == (torch.int32, torch.int64)
-    shared = (mapping.to_draft >= 0).nonzero()[:, 0]
-    twins = mapping.to_draft[shared].long()
-    assert len(shared) == mapping.num_shared == len(twins.unique())
-    assert torch.equal(mapping.to_target[twins], shared)
-    assert torch.equal(mapping.input_ids[shared], twins)
+    """One to one, and the same in both tables."""
+    shared = mapping.to_target >= 0
+    own = mapping.to_target[shared]
+    assert len(own.unique()) == len(own) == mapping.num_shared
+    assert torch.equal(mapping.input_ids[own], shared.nonzero()[:, 0])
     assert ((mapping.input_ids >= 0) & (mapping.input_ids < len(mapping.to_target))).all()
 
 
 def twin(mapping: VocabularyMapping, target: Any, draft: Any, token: str) -> str | None:
     """What a token of the target is in the draft."""
-    token_id = int(mapping.to_draft[target.convert_tokens_to_ids(token)])
-    return None if token_id < 0 else draft.convert_ids_to_tokens(token_id)
+    found = (mapping.to_target == target.convert_tokens_to_ids(token)).nonzero()[:, 0].tolist()
+    return draft.convert_ids_to_tokens(found[0]) if found else None
 
 
 def given(mapping: VocabularyMapping, target: Any, draft: Any, token: str) -> str:
@@ -124,18 +123,17 @@ def test_the_models_sizes_are_what_counts() -> None:
     """Models have rows without a token, and tokenizers now and then tokens without a row."""
     target, draft = byte_level_tokenizer(["Ġa", "Ġb"]), byte_level_tokenizer(["Ġb", "Ġa"], eos_token="</s>")
     mapping = map_vocabularies(target, draft, size_of(target) + 6, 1)
-    assert mapping.to_draft.tolist() == [-1, 0] + [-1] * (size_of(target) + 4)
     assert mapping.to_target.tolist() == [1]
-    assert (mapping.input_ids == 0).all()
+    assert mapping.input_ids.tolist() == [0] * (size_of(target) + 6)
 
 
 def test_tokens_decode_to_the_same_text(tmp_path: Path) -> None:
     """Trained tokenizers: what is shared is the same, and what is the same is shared."""
     target, draft = tiny_tokenizer(tmp_path), sentencepiece_tokenizer([*"aeiou", f"{SPACE}the", f"{SPACE}dog"])
     mapping = mapping_of(target, draft)
-    for token_id, twin_id in enumerate(mapping.to_draft.tolist()):
-        text = target.decode([token_id], skip_special_tokens=False)
-        if twin_id >= 0 and "\N{REPLACEMENT CHARACTER}" not in text:
+    for twin_id, token_id in enumerate(mapping.to_target.tolist()):
+        if token_id >= 0:
+            text = target.decode([token_id], skip_special_tokens=False)
             assert draft.decode([twin_id], skip_special_tokens=False) == text
     assert mapping.num_shared == 256 + 2, "every byte, and two words"
 
@@ -143,7 +141,7 @@ def test_tokens_decode_to_the_same_text(tmp_path: Path) -> None:
 def test_a_vocabulary_is_itself(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path)
     mapping = mapping_of(tokenizer, tokenizer)
-    assert torch.equal(mapping.to_draft, torch.arange(size_of(tokenizer)).int())
+    assert torch.equal(mapping.to_target, torch.arange(size_of(tokenizer)))
 
 
 @pytest.mark.full
@@ -152,7 +150,7 @@ def test_the_default_models_vocabulary(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     smollm2, tiny = AutoTokenizer.from_pretrained(pull("smollm2-135m")), tiny_tokenizer(tmp_path)
-    assert torch.equal(mapping_of(smollm2, smollm2).to_draft, torch.arange(size_of(smollm2)).int())
+    assert torch.equal(mapping_of(smollm2, smollm2).to_target, torch.arange(size_of(smollm2)))
     mapping = mapping_of(smollm2, tiny)
     assert mapping.num_shared > 0.7 * size_of(tiny)
     assert twin(mapping, smollm2, tiny, "<|im_end|>") == "<|im_end|>"
@@ -181,6 +179,13 @@ def test_nothing_in_common_is_refused() -> None:
 def test_a_model_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"use_heterogeneous_vocab: both models need a tokenizer\.json"):
         map_vocabularies(NoTokenizer(), byte_level_tokenizer(["a"]), 256, 256)
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(3, 5), (5, 3)])
+def test_equal_ids(target_size: int, draft_size: int) -> None:
+    mapping = VocabularyMapping.of_equal_ids(target_size, draft_size)
+    assert mapping.to_target.tolist() == [0, 1, 2, -1, -1][:draft_size]
+    assert mapping.input_ids.tolist() == [0, 1, 2, 2, 2][:target_size]
 
 
 def test_the_same_vocabulary_with_other_padding() -> None:
