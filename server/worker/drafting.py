@@ -1,6 +1,7 @@
 """Drafts that are made on the device, right behind what a step has sampled."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +10,16 @@ from proposers.base import DraftSampling, ProposeInput, Proposer
 from proposers.network import ComputedTokens, Follower
 from server.plan import PlanRow, RowResult, SequenceStart
 from server.worker.batch import BatchState
+from server.worker.draft_time import NO_DRAFTS, DraftSpan, begin_span
 from server.worker.step_inputs import SamplingRows, StepInputs
 from server.worker.target import TargetOutputs
+
+
+class CaughtUp(NamedTuple):
+    """What a step did for those before it: so many positions, and when."""
+
+    num_positions: int
+    span: DraftSpan
 
 
 class Drafting:
@@ -37,10 +46,11 @@ class Drafting:
         self.tapped = sorted({index for wanted in features if isinstance(wanted, tuple) for index in wanted})
         self._needs_hidden = getattr(proposer, "needs_hidden", False)  # few proposers do, the others need not say so
 
-    def begin(self, starts: Sequence[SequenceStart], rows: Sequence[PlanRow], *, is_followed: bool) -> int:
-        """A step begins; the batch knows of its starts. Returns: positions of earlier steps that are done with it."""
+    def begin(self, starts: Sequence[SequenceStart], rows: Sequence[PlanRow], *, is_followed: bool) -> CaughtUp:
+        """A step begins; the batch knows of its starts. Returns: what is done with it of earlier steps."""
         if not self._followers:
-            return 0
+            return CaughtUp(0, NO_DRAFTS)
+        span = begin_span(self._batch.num_tokens.device)
         for start in starts:
             self._num_tokens[start.slot] = len(start.token_ids)
             self._num_computed[start.slot] = start.num_computed
@@ -49,7 +59,14 @@ class Drafting:
             for start in starts:
                 follower.start(start)
             num_done += follower.begin(rows, is_followed=is_followed)
-        return num_done
+        span.end()
+        return CaughtUp(num_done, span if num_done else NO_DRAFTS)
+
+    def begin_span(self, inputs: StepInputs) -> DraftSpan:
+        """Begin to time `follow` and `propose`, where one of them does something."""
+        if self._proposer is None or not inputs.is_followed:
+            return NO_DRAFTS
+        return begin_span(self._batch.num_tokens.device)
 
     def settle(self, rows: Sequence[PlanRow], results: Sequence[RowResult]) -> None:
         """A step has settled. Args: rows: in the results' order."""

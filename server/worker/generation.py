@@ -9,6 +9,7 @@ from torch import Tensor
 from proposers.base import DraftVocabulary
 from server.model.head import LMHead
 from server.worker.batch import BatchState
+from server.worker.draft_time import DraftSpan
 from server.worker.drafting import Drafting
 from server.worker.logits import LogitsProcessor
 from server.worker.logprobs import LogprobTensors, chosen_logprobs
@@ -28,11 +29,13 @@ class Generated:
             first 1 + num_accepted count.
         logprobs: Q positions for each row that reports, in order.
         failures: by index of a row, what its logits processing raised.
+        draft_span: when drafts were proposed.
     """
 
     columns: tuple[Tensor, ...]
     logprobs: LogprobTensors | None
     failures: Mapping[int, str]
+    draft_span: DraftSpan
 
 
 NUM_COUNTS = 3
@@ -70,12 +73,14 @@ class Generation:
         self._offsets = torch.arange(1 + max_drafts, device=device)
         self._sampler = Sampler(batch, RejectionRule(acceptance, vocabulary, device))
 
-    def generate(self, inputs: StepInputs, outputs: TargetOutputs) -> Generated | None:
-        """Returns: None if no row samples."""
+    def generate(self, inputs: StepInputs, outputs: TargetOutputs) -> Generated:
+        """Without columns if no row samples."""
         sampling = inputs.sampling
         if sampling is None:
+            span = self._drafting.begin_span(inputs)
             self._drafting.follow(inputs, outputs)
-            return None
+            span.end()
+            return Generated(columns=(), logprobs=None, failures={}, draft_span=span)
         batch, slots = self._batch, sampling.slots
         logits = self._head.logits(sampling.of(outputs.hidden))
         raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
@@ -93,13 +98,16 @@ class Generation:
         batch.token_ids[slots, end] = next_ids.int()
         batch.num_tokens[slots] = end + sampling.num_new
         batch.num_computed[slots] = end
+        span = self._drafting.begin_span(inputs)
         self._drafting.follow(inputs, outputs)
         num_next_drafts = self._drafting.propose(sampling, outputs.hidden, num_accepted)
+        span.end()
         score_bits = chosen.scores.double().view(torch.int64)
         return Generated(
             columns=(num_accepted, num_drafted, num_next_drafts, token_ids.view(-1), score_bits.view(-1)),
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
             failures=failures,
+            draft_span=span,
         )
 
     def _drafts(self, sampling: SamplingRows, num_tokens: Tensor) -> Drafts | None:

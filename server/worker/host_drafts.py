@@ -1,6 +1,7 @@
 """Drafts that are made on the host, between a step's settling and the launch of the sequences' next one."""
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ class HostDrafting:
         self._failed: set[tuple[int, int]] = set()
         self._drafts: dict[int, _Draft] = {}
         self._offsets = torch.arange(self._width, device=batch.num_tokens.device)
+        self._spent_s = 0.0
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot."""
@@ -59,6 +61,7 @@ class HostDrafting:
         self._max_drafts[slot] = start.num_speculative_tokens
         if start.num_speculative_tokens == 0:
             return
+        began_s = time.perf_counter()
         text = SequenceText(start.token_ids, start.num_prompt, start.request.cache_salt)
         for rank, member in self._members:
             self._failed.discard((rank, slot))
@@ -66,15 +69,21 @@ class HostDrafting:
                 member.start(slot, text)
             except Exception as error:
                 self._note_failure(rank, member, slot, error)
+        self._spent_s += time.perf_counter() - began_s
 
     def advance(self, rows: Sequence[PlanRow], result: StepResult, *, proposes: bool) -> StepResult:
         """Draft behind the tokens of a settled step, or only take them in.
 
         Args: rows: those of the plan, in the result's order.
-        Returns: the result, with at least as many next drafts as there are.
+        Returns: the result, with at least as many next drafts as there are, and what all this took.
         """
+        began_s = time.perf_counter()
         pairs = zip(rows, result.rows, strict=True)
-        return replace(result, rows=tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs]))
+        advanced = tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs])
+        spent_s, self._spent_s = self._spent_s, 0.0
+        if any(self._max_drafts[row.slot] for row in rows):
+            spent_s += time.perf_counter() - began_s
+        return replace(result, rows=advanced, draft_s=result.draft_s + spent_s)
 
     def _advance_row(self, row: PlanRow, result: RowResult, *, proposes: bool) -> RowResult:
         slot = row.slot

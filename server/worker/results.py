@@ -1,7 +1,7 @@
 """A launched step's outcome: device tensors on their way to the host, then plain values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,8 @@ from torch import Tensor
 
 from server.engine.protocol import PositionLogprobs
 from server.plan import PlanRow, RowResult, StepResult
+from server.worker.draft_time import DraftSpan
+from server.worker.drafting import CaughtUp
 from server.worker.flight import Flight
 from server.worker.generation import NUM_COUNTS, Generated
 from server.worker.logprobs import LogprobTensors
@@ -29,24 +31,24 @@ class StepOutputs:
         packed: 1-d int64; where rows were checked for NaN, [N] whether they are broken; then what was generated,
             see Generated.columns.
         logprobs, failures: see Generated.
+        draft_span: see Generated.
         prompt_logprobs: by index of a row, its prompt positions.
     """
 
     packed: Tensor
     logprobs: LogprobTensors | None
     failures: Mapping[int, str]
+    draft_span: DraftSpan
     prompt_logprobs: Mapping[int, LogprobTensors]
 
     @classmethod
     def of(
-        cls, is_broken: Tensor | None, generated: Generated | None, prompt_logprobs: Mapping[int, LogprobTensors]
+        cls, is_broken: Tensor | None, generated: Generated, prompt_logprobs: Mapping[int, LogprobTensors]
     ) -> "StepOutputs":
         """Pack the outcome of the two segments."""
         checked = () if is_broken is None else (is_broken.long(),)
-        if generated is None:
-            return cls(torch.cat(checked), None, {}, prompt_logprobs)
         packed = torch.cat((*checked, *generated.columns))
-        return cls(packed, generated.logprobs, generated.failures, prompt_logprobs)
+        return cls(packed, generated.logprobs, generated.failures, generated.draft_span, prompt_logprobs)
 
 
 class StepHandle:
@@ -55,7 +57,7 @@ class StepHandle:
     Attributes:
         rows: the plan's rows in the order of the result's.
         proposes: whether the plan wanted drafts for the step after it.
-        num_caught_up: see StepResult.
+        caught_up: what it did besides for earlier steps.
     """
 
     def __init__(
@@ -66,15 +68,16 @@ class StepHandle:
         transfer: Transfer,
         *,
         proposes: bool,
-        num_caught_up: int,
+        caught_up: CaughtUp,
     ) -> None:
         """Begin to bring the outputs to the host."""
         self.flight = flight
         self.proposes = proposes
-        self.num_caught_up = num_caught_up
+        self.caught_up = caught_up
         self.rows = inputs.rows
         self._inputs = inputs
         self._failures = outputs.failures
+        self._draft_span = outputs.draft_span
         self._logprobs = None if outputs.logprobs is None else outputs.logprobs.download(transfer)
         self._prompt_logprobs = {i: tensors.download(transfer) for i, tensors in outputs.prompt_logprobs.items()}
         flight.bring_back(outputs.packed)
@@ -85,7 +88,7 @@ class StepHandle:
         rows, sampling = self._inputs.rows, self._inputs.sampling
         if self._inputs.known_row is None:
             assert sampling is not None
-            return StepResult(tuple(self._sampled(sampling, values)), num_caught_up=self.num_caught_up)
+            return self._result(self._sampled(sampling, values))
         sampled = iter(()) if sampling is None else iter(self._sampled(sampling, values[len(rows) :]))
         results: list[RowResult] = []
         for i, (row, is_broken) in enumerate(zip(rows, values[: len(rows)].tolist(), strict=True)):
@@ -95,7 +98,11 @@ class StepHandle:
             elif i in self._prompt_logprobs and result.error is None:
                 result = self._with_prompt_logprobs(result, row, self._prompt_logprobs[i])
             results.append(result)
-        return StepResult(tuple(results), num_caught_up=self.num_caught_up)
+        return self._result(results)
+
+    def _result(self, rows: Sequence[RowResult]) -> StepResult:
+        num_caught_up, catching_up = self.caught_up
+        return StepResult(tuple(rows), catching_up.seconds() + self._draft_span.seconds(), num_caught_up)
 
     def _sampled(self, sampling: SamplingRows, values: npt.NDArray[np.int64]) -> list[RowResult]:
         """The results of the sampling rows, in order; padding behind them is dropped."""

@@ -135,11 +135,9 @@ class Runner:
         self.batch.apply(changes)
         if self._host_drafting is not None and drafts is not None:
             self._host_drafting.apply(drafts)
-        num_caught_up = self._drafting.begin(plan.starts, plan.rows, is_followed=is_drafting)
+        caught_up = self._drafting.begin(plan.starts, plan.rows, is_followed=is_drafting)
         outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
-        return StepHandle(
-            inputs, outputs, flight, self._transfer, proposes=plan.num_proposed > 0, num_caught_up=num_caught_up
-        )
+        return StepHandle(inputs, outputs, flight, self._transfer, proposes=plan.num_proposed > 0, caught_up=caught_up)
 
     def _lay_out(self, plan: StepPlan, flight: Flight) -> _Layout:
         """The layout of a plan; the last step's, which the device still has, if it decodes the same rows again."""

@@ -1,5 +1,6 @@
 """What a caller is told of speculation, from the worker to the client."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,25 @@ def _ngram() -> dict[str, object]:
     config = SETTINGS["speculative_config"]
     assert isinstance(config, dict)
     return config
+
+
+HOST = {"method": "suffix", "num_speculative_tokens": K}
+LAYERS = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": K, "policy": "fixed"}
+
+
+@pytest.mark.parametrize("config", [None, {**HOST, "policy": "fixed"}, LAYERS, [LAYERS, HOST]], ids=["lookup", "host", "network", "several"])
+async def test_the_time_of_proposing_and_verifying_is_that_of_the_steps(folder: Path, config: Any) -> None:
+    settings = {} if config is None else {"speculative_config": config}
+    async with served_model(folder, **settings) as front:
+        before_s = time.perf_counter()
+        output = await front.client.generate(**OPTIONS, temperature=0)
+        duration_s = time.perf_counter() - before_s
+        server = await front.client.stats()
+        await front.client.generate(**OPTIONS, temperature=0, speculation=False)
+        after = await front.client.stats()
+    stats = output.choices[0].finished.speculation
+    assert server.num_verify_steps == stats.num_spec_steps > 0
+    assert server.num_draft_steps >= stats.num_spec_steps, "what was verified had been proposed"
+    assert 0 < server.draft_seconds < server.draft_seconds + server.verify_seconds < duration_s
+    assert after.num_draft_steps == server.num_draft_steps, "nothing is proposed where nobody wants it"
+    assert after.draft_seconds == server.draft_seconds
