@@ -1,6 +1,7 @@
 """Constraints in the language that they are compiled from."""
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from server.errors import InvalidRequest
@@ -10,15 +11,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
+WHITESPACE = r"[ \t\n\r]{1,40}"
+"""What may stand between two tokens of JSON. Without a bound, models that are unsure go on with it to the end."""
+
+
 def grammar_source(params: StructuredOutputsParams, language: "type[LLMatcher]") -> str:
     """The constraint as llguidance's own format; equal texts mean equal grammars.
 
-    Raises: InvalidRequest for a schema that is no JSON.
+    Raises: InvalidRequest for a schema that is none.
     """
     if params.json is not None:
-        return str(language.grammar_from_json_schema(_schema_text(params)))
+        try:
+            return _json_source(_schema(params.json), language)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequest.of(params.path, f"is no JSON schema: {error}") from error
     if params.json_object is not None:
-        return str(language.grammar_from_json_schema('{"type":"object"}'))
+        return _json_source({"type": "object"}, language)
     if params.regex is not None:
         return str(language.grammar_from_regex(params.regex))
     if params.grammar is not None:
@@ -28,15 +36,20 @@ def grammar_source(params: StructuredOutputsParams, language: "type[LLMatcher]")
     return str(language.grammar_from_lark("start: " + " | ".join(map(json.dumps, params.choice))))
 
 
-def _schema_text(params: StructuredOutputsParams) -> str:
-    """The schema, read and written again: it goes into a larger JSON text, where it must not break out of its place."""
-    schema: Any = params.json
-    try:
-        if isinstance(schema, str):
-            schema = json.loads(schema, parse_constant=_refuse_constant)
-        return json.dumps(schema, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidRequest.of(params.path, f"is no JSON: {error}") from error
+def _json_source(schema: Any, language: "type[LLMatcher]") -> str:
+    """Args: schema: plain JSON values, so that the text of them keeps its place in the larger one it goes into."""
+    defaults: dict[str, Any] | None = None
+    if isinstance(schema, dict):
+        options = schema.get("x-guidance")
+        if not (isinstance(options, dict) and "whitespace_flexible" in options):  # which a pattern would overrule
+            defaults = {"whitespace_pattern": WHITESPACE}
+    return str(language.grammar_from_json_schema(json.dumps(schema), defaults=defaults))
+
+
+def _schema(schema: str | Mapping[str, Any]) -> Any:
+    """The schema as plain JSON values. Raises: ValueError, TypeError, RecursionError."""
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return json.loads(text, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> NoReturn:

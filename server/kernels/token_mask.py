@@ -11,7 +11,7 @@ from server.kernels.jit import ceil_div, jit, tl
 BLOCK_V = 4096
 
 
-@jit(unspecialised=("rows_ptr", "bits_ptr"))
+@jit(unspecialised=("rows_ptr", "bits_ptr", "stride_row"))
 def _mask_kernel(
     logits_ptr: tl.tensor,
     rows_ptr: tl.tensor,

@@ -30,12 +30,15 @@ class Generated:
         logprobs: Q positions for each row that reports, in order.
         failures: by index of a row, what its logits processing raised.
         draft_span: when drafts were proposed.
+        next_drafts: [M, 1 + k] int64, the rank and the ids of the drafts for the next step; None where the host need
+            not know them.
     """
 
     columns: tuple[Tensor, ...]
     logprobs: LogprobTensors | None
     failures: Mapping[int, str]
     draft_span: DraftSpan
+    next_drafts: Tensor | None
 
 
 NUM_COUNTS = 3
@@ -80,7 +83,7 @@ class Generation:
             span = self._drafting.begin_span(inputs)
             self._drafting.follow(inputs, outputs)
             span.end()
-            return Generated(columns=(), logprobs=None, failures={}, draft_span=span)
+            return Generated(columns=(), logprobs=None, failures={}, next_drafts=None, draft_span=span)
         batch, slots = self._batch, sampling.slots
         logits = self._head.logits(sampling.of(outputs.hidden))
         raw = None if sampling.reporting is None else logits[sampling.reporting.rows]
@@ -108,6 +111,7 @@ class Generation:
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
             failures=failures,
             draft_span=span,
+            next_drafts=self._next_drafts(slots) if sampling.masks is not None and sampling.num_proposed else None,
         )
 
     def _drafts(self, sampling: SamplingRows, num_tokens: Tensor) -> Drafts | None:
@@ -119,6 +123,12 @@ class Generation:
         ids = batch.token_ids[slots[:, None], num_tokens[:, None] + ahead]
         logits = None if batch.draft_logits is None else batch.draft_logits[slots, : len(ahead)]
         return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts), logits)
+
+    def _next_drafts(self, slots: Tensor) -> Tensor:
+        """The drafts behind the known tokens: masks of a grammar depend on them, and are made on the host."""
+        batch = self._batch
+        places = batch.num_tokens[slots][:, None] + self._offsets[:-1]
+        return torch.cat((batch.draft_rank[slots, None], batch.token_ids[slots[:, None], places].long()), dim=1)
 
     def _logprobs(self, raw: Tensor, token_ids: Tensor, sampling: SamplingRows) -> LogprobTensors:
         assert sampling.reporting is not None

@@ -7,7 +7,6 @@ needs no cutting: its probability is 0 there, so it is not kept, and what lies b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,18 +15,11 @@ from server.guidance.grammar import Matcher
 from server.guidance.masks import MaskJob, MaskWriter
 from server.plan import PlanRow, RowResult, SequenceStart
 from server.worker.flight import Flight
+from server.worker.host_drafts import RankedDraft
 from server.worker.stop_bits import StopBits
 from server.worker.token_masks import TokenMasks
 
-
-class RankedDraft(NamedTuple):
-    """Drafts behind a row's known tokens, and the rank of the proposer they are from."""
-
-    rank: int
-    token_ids: Sequence[int]
-
-
-_NO_DRAFT = RankedDraft(0, ())
+_NO_DRAFT = RankedDraft((), 0)
 
 
 @dataclass(slots=True)
@@ -99,13 +91,15 @@ class GuidedRows:
     def settle(self, rows: Sequence[PlanRow], results: Sequence[RowResult], drafts: Mapping[int, RankedDraft]) -> None:
         """Take in what a step brought.
 
-        Args: rows: those of the plan, in the results' order. drafts: by slot, what the device has for the next step.
+        Args: rows: those of the plan, in the results' order. drafts: by slot, what lies behind the known tokens on the
+            device, of which the first `num_next_drafts` are drafts.
         """
         for row, result in zip(rows, results, strict=True):
             own = self._rows.get(row.slot)
             if own is not None and result.token_ids:
                 own.advance(result.token_ids)
-                own.draft = drafts.get(row.slot, _NO_DRAFT)
+                token_ids, rank = drafts.get(row.slot, _NO_DRAFT)
+                own.draft = RankedDraft(token_ids[: result.num_next_drafts], rank)
 
 
 def _taken(on_device: RankedDraft, on_host: RankedDraft | None) -> Sequence[int]:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ class StagedDrafts:
     ids: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
+class RankedDraft(NamedTuple):
     """What one sequence is to have verified next, and the rank of the proposer it is from."""
 
     token_ids: Sequence[int]
@@ -40,6 +40,9 @@ class HostDrafting:
 
     Settled tokens go to each of them. A sequence's drafts come from the first that has some, and go behind its known
     tokens unless a proposer on the device that ranks before it has put some there.
+
+    Attributes:
+        pending: by slot, what is staged with the sequence's next row.
     """
 
     def __init__(self, members: Sequence[tuple[int, HostProposer]], batch: BatchState, vocab_size: int) -> None:
@@ -50,14 +53,14 @@ class HostDrafting:
         self._width = max(member.num_speculative_tokens for _, member in members)
         self._max_drafts: dict[int, int] = {}
         self._failed: set[tuple[int, int]] = set()
-        self._drafts: dict[int, _Draft] = {}
+        self.pending: dict[int, RankedDraft] = {}
         self._offsets = torch.arange(self._width, device=batch.num_tokens.device)
         self._spent_s = 0.0
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot."""
         slot = start.slot
-        self._drafts.pop(slot, None)
+        self.pending.pop(slot, None)
         self._max_drafts[slot] = start.num_speculative_tokens
         if start.num_speculative_tokens == 0:
             return
@@ -98,11 +101,11 @@ class HostDrafting:
                 member.extend(slot, result.token_ids)
                 if proposes and not drafts:
                     drafts = self._usable(member, member.propose(slot, max_drafts), max_drafts)
-                    self._drafts[slot] = _Draft(drafts, rank)
+                    self.pending[slot] = RankedDraft(drafts, rank)
             except Exception as error:
                 self._note_failure(rank, member, slot, error)
         if not drafts:
-            self._drafts.pop(slot, None)
+            self.pending.pop(slot, None)
             return result
         return result._replace(num_next_drafts=max(result.num_next_drafts, len(drafts)))
 
@@ -119,10 +122,10 @@ class HostDrafting:
 
     def stage(self, rows: Sequence[PlanRow], flight: Flight) -> StagedDrafts | None:
         """Put the drafts of a plan's rows into its flight."""
-        slots = [row.slot for row in rows if row.slot in self._drafts]
+        slots = [row.slot for row in rows if row.slot in self.pending]
         if not slots:
             return None
-        drafts = [self._drafts.pop(slot) for slot in slots]
+        drafts = [self.pending.pop(slot) for slot in slots]
         ids = [token_id for draft in drafts for token_id in self._padded(draft.token_ids)]
         return StagedDrafts(
             flight.put(slots),

@@ -83,6 +83,8 @@ class LogitsProcessor:
 
         Returns: for each row whose processing raised, its index and why; its logits are unusable.
         """
+        if sampling.masks is not None:
+            sampling.masks.apply(logits)
         failed: dict[int, str] = {}
         for i, row in enumerate(sampling.rows):
             rules = self._rules.get(row.slot)

@@ -15,6 +15,7 @@ from server.worker.draft_time import DraftSpan
 from server.worker.drafting import CaughtUp
 from server.worker.flight import Flight
 from server.worker.generation import NUM_COUNTS, Generated
+from server.worker.host_drafts import RankedDraft
 from server.worker.logprobs import LogprobTensors
 from server.worker.step_inputs import SamplingRows, StepInputs
 from server.worker.transfer import Transfer
@@ -30,9 +31,11 @@ class StepOutputs:
     Attributes:
         packed: 1-d int64; where rows were checked for NaN, [N] whether they are broken; then what was generated,
             see Generated.columns.
+            then its next_drafts.
         logprobs, failures: see Generated.
         draft_span: see Generated.
         prompt_logprobs: by index of a row, its prompt positions.
+        num_draft_columns: of next_drafts, 0 without.
     """
 
     packed: Tensor
@@ -40,6 +43,7 @@ class StepOutputs:
     failures: Mapping[int, str]
     draft_span: DraftSpan
     prompt_logprobs: Mapping[int, LogprobTensors]
+    num_draft_columns: int = 0
 
     @classmethod
     def of(
@@ -47,8 +51,10 @@ class StepOutputs:
     ) -> "StepOutputs":
         """Pack the outcome of the two segments."""
         checked = () if is_broken is None else (is_broken.long(),)
-        packed = torch.cat((*checked, *generated.columns))
-        return cls(packed, generated.logprobs, generated.failures, generated.draft_span, prompt_logprobs)
+        columns, next_drafts = (*checked, *generated.columns), generated.next_drafts
+        packed = torch.cat(columns if next_drafts is None else (*columns, next_drafts.view(-1)))
+        num_draft_columns = 0 if next_drafts is None else next_drafts.shape[1]
+        return cls(packed, generated.logprobs, generated.failures, generated.draft_span, prompt_logprobs, num_draft_columns)
 
 
 class StepHandle:
@@ -78,6 +84,7 @@ class StepHandle:
         self._inputs = inputs
         self._failures = outputs.failures
         self._draft_span = outputs.draft_span
+        self._num_draft_columns = outputs.num_draft_columns
         self._logprobs = None if outputs.logprobs is None else outputs.logprobs.download(transfer)
         self._prompt_logprobs = {i: tensors.download(transfer) for i, tensors in outputs.prompt_logprobs.items()}
         flight.bring_back(outputs.packed)
@@ -104,17 +111,29 @@ class StepHandle:
         num_caught_up, catching_up = self.caught_up
         return StepResult(tuple(rows), catching_up.seconds() + self._draft_span.seconds(), num_caught_up)
 
+    def next_drafts(self) -> dict[int, RankedDraft]:
+        """By slot, what lies behind the known tokens of rows on the device, whether drafts or not; waits for it.
+
+        Of steps with guided rows; empty for others.
+        """
+        sampling, width = self._inputs.sampling, self._num_draft_columns
+        if sampling is None or width == 0:
+            return {}
+        drafts = self.flight.results()[-width * sampling.slots.shape[0] :].reshape(-1, width).tolist()
+        return {row.slot: RankedDraft(ids, rank) for row, (rank, *ids) in zip(sampling.rows, drafts, strict=False)}
+
     def _sampled(self, sampling: SamplingRows, values: npt.NDArray[np.int64]) -> list[RowResult]:
         """The results of the sampling rows, in order; padding behind them is dropped."""
         num_rows, width = sampling.slots.shape[0], sampling.num_positions
         first_id, first_score = NUM_COUNTS * num_rows, (NUM_COUNTS + width) * num_rows
         integers: list[int] = values[:first_score].tolist()
         counts = [integers[i : i + num_rows] for i in range(0, first_id, num_rows)]
-        scores: list[float] = values[first_score:].view(np.float64).tolist()
+        scores: list[float] = values[first_score : first_score + num_rows * width].view(np.float64).tolist()
         ids = integers[first_id:]
         rows = zip(sampling.rows, range(0, len(ids), width), *counts, strict=False)
         is_finite = all(map(math.isfinite, scores[: len(sampling.rows) * width]))
-        if is_finite and self._logprobs is None and not self._failures:
+        has_errors = bool(self._failures or (sampling.masks is not None and sampling.masks.errors))
+        if is_finite and self._logprobs is None and not has_errors:
             return [
                 RowResult(row.seq_id, row.epoch, tuple(ids[first : first + accepted + 1]), drafted, next_drafts)
                 for row, first, accepted, drafted, next_drafts in rows
@@ -124,13 +143,16 @@ class StepHandle:
             used = slice(first, first + accepted + 1)
             logprobs = self._chosen_logprobs(sampling, i, accepted + 1)
             results.append(
-                self._failed(row, i, scores[used])
+                self._failed(sampling, i, scores[used])
                 or RowResult(row.seq_id, row.epoch, tuple(ids[used]), drafted, next_drafts, logprobs)
             )
         return results
 
-    def _failed(self, row: PlanRow, index: int, scores: list[float]) -> RowResult | None:
+    def _failed(self, sampling: SamplingRows, index: int, scores: list[float]) -> RowResult | None:
         """The result of a row without usable tokens; None if it is fine. Scores beyond its tokens do not matter."""
+        row = sampling.rows[index]
+        if sampling.masks is not None and index in sampling.masks.errors:
+            return RowResult(row.seq_id, row.epoch, error=sampling.masks.errors[index], is_refusal=True)
         if index in self._failures:
             return RowResult(row.seq_id, row.epoch, error=self._failures[index])
         if not all(score < math.inf for score in scores):

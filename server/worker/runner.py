@@ -20,6 +20,7 @@ from server.worker.drafting import Drafting
 from server.worker.flight import Flight, Flights
 from server.worker.generation import NUM_COUNTS, Generation
 from server.worker.graphs import StepGraphs
+from server.worker.guided import GuidedRows
 from server.worker.host_drafts import HostDrafting
 from server.worker.layout import lay_out, lay_out_decoding
 from server.worker.logits import LogitsProcessor
@@ -102,6 +103,7 @@ class Runner:
         self._host_drafting = None
         if arranged.on_host:
             self._host_drafting = HostDrafting(arranged.on_host, self.batch, head.vocab_size)
+        self._guided = GuidedRows(head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._drafting = Drafting(self.batch, on_device, arranged.followers, max_tokens=max_tokens)
         self._target = Target(model, kv, self.batch, self._drafting.tapped)
@@ -110,7 +112,7 @@ class Runner:
         self._generation = Generation(
             self.batch, head, self._logits_processor, self._drafting, acceptance, vocabulary, max_drafts=max_drafts
         )
-        num_results = num_slots * (1 + NUM_COUNTS + 2 * (1 + max_drafts))
+        num_results = num_slots * (1 + NUM_COUNTS + 3 * (1 + max_drafts))
         self._flights = Flights(kv.device, MIN_UPLOAD_NBYTES + 4 * max_tokens, num_results)
         self.slots: dict[int, SlotInfo] = {}
         self._standing: _Layout | None = None
@@ -121,12 +123,16 @@ class Runner:
         for start in plan.starts:
             self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
+            self._guided.start(start)
             if self._host_drafting is not None:
                 self._host_drafting.start(start)
         flight = self._flights.begin()
         standing = self._lay_out(plan, flight)
         is_drafting = plan.num_proposed > 0 and any(self.slots[row.slot].is_drafting for row in plan.rows)
         inputs = standing.drafting(plan.num_proposed if is_drafting else 0)
+        if inputs.sampling is not None:
+            pending = {} if self._host_drafting is None else self._host_drafting.pending
+            inputs = inputs.masked(self._guided.stage(inputs.sampling.rows, pending, flight))
         changes = self.batch.stage(plan.starts, plan.rows, flight)
         drafts = None if self._host_drafting is None else self._host_drafting.stage(plan.rows, flight)
         self._standing = None
@@ -190,6 +196,7 @@ class Runner:
     def settle(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step."""
         result = handle.settle()
+        self._guided.settle(handle.rows, result.rows, handle.next_drafts())
         self._flights.give_back(handle.flight)
         self._drafting.settle(handle.rows, result.rows)
         if self._host_drafting is None:

@@ -9,6 +9,7 @@ from server.model.attention import AttentionGroup
 from server.plan import PlanRow
 from server.worker.buckets import Bucket
 from server.worker.slot_info import SlotInfo
+from server.worker.token_masks import TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class SamplingRows:
         penalised, reporting: who they are, see SlotInfo. None where nobody is.
         num_proposed: most new drafts of a row; 0 where nobody gets any.
         is_captured: whether these stand for whatever rows a captured segment is replayed for.
+        masks: of those that follow a grammar; None where nobody does.
     """
 
     rows: tuple[PlanRow, ...]
@@ -55,6 +57,7 @@ class SamplingRows:
     reporting: Selection | None
     num_proposed: int
     is_captured: bool
+    masks: TokenMasks | None = None
 
     def of(self, hidden: Tensor) -> Tensor:
         """Of [T, hidden], what the logits are made of: [M, Q, hidden]."""
@@ -97,3 +100,10 @@ class StepInputs:
         """The same for a step whose rows get at most so many new drafts."""
         sampling = None if self.sampling is None else replace(self.sampling, num_proposed=num_proposed)
         return replace(self, sampling=sampling, is_followed=num_proposed > 0)
+
+    def masked(self, masks: TokenMasks | None) -> "StepInputs":
+        """The same with masks for its guided rows; itself where there are none."""
+        if masks is None:
+            return self
+        assert self.sampling is not None
+        return replace(self, sampling=replace(self.sampling, masks=masks))

@@ -30,6 +30,7 @@ from server.engine.protocol import (
     Timing,
     TokenLogprob,
 )
+from server.guidance.params import StructuredOutputsParams
 from server.request import Request, SamplingParams, SpeculationOptions
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
@@ -123,7 +124,8 @@ async def test_every_parameter_has_its_flag(outrider: Outrider, engine: Scripted
     }
     switches = ("include-stop-str-in-output", "ignore-eos", "no-skip-special-tokens")
     named = {name.replace("-", "_") for name in (*flags, *switches)}
-    assert {name.removeprefix("no_") for name in named} == set(SamplingOptions.__annotations__)
+    constraints = {"json_schema", "json_object", "regex", "grammar", "choice"}  # at most one of them: see below
+    assert {name.removeprefix("no_") for name in named} | constraints == set(SamplingOptions.__annotations__)
     arguments = [f"--{name}={value}" for name, value in flags.items()] + [f"--{name}" for name in switches]
     more = (
         "--json",
@@ -227,6 +229,30 @@ async def test_json_prints_every_event(
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--json-schema", '{"type": "object"}'], {"json": '{"type": "object"}'}),
+        (["--json-schema", "FILE"], {"json": '{"type": "array"}'}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "a+"], {"regex": "a+"}),
+        (["--grammar", "start: /a/"], {"grammar": "start: /a/"}),
+        (["--grammar", "FILE"], {"grammar": "start: /a/"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ["yes", "no"]}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+async def test_every_constraint_has_its_flag(
+    outrider: Outrider, engine: ScriptedEngine, tmp_path: Path, flags: list[str], expected: dict[str, Any]
+) -> None:
+    (tmp_path / "file").write_text(expected.get("json") or "start: /a/")
+    arguments = [str(tmp_path / "file") if flag == "FILE" else flag for flag in flags]
+    assert await outrider("generate", "hi", *arguments) == 0
+    (request,) = engine.submitted
+    assert request.sampling.structured_outputs == StructuredOutputsParams(**expected)
+    assert request.grammar is not None
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         ((), 2, "exactly one prompt"),
@@ -241,6 +267,9 @@ async def test_json_prints_every_event(
         (("hi", "--logit-bias", "504"), 2, "--logit-bias: must be ID:BIAS[,ID:BIAS...], got '504'"),
         (("hi", "--logprobs", "1"), 2, "--logprobs is reported with --json only"),
         (("hi", "--prompt-logprobs", "0"), 2, "--prompt-logprobs is reported with --json only"),
+        (("hi", "--json-schema", "no/such"), 2, "--json-schema: 'no/such' cannot be read as a file"),
+        (("hi", "--json-schema", "{"), 1, "sampling.json_schema: is no JSON schema"),
+        (("hi", "--regex", "a", "--choice", "a"), 1, "at most one of json_schema"),
         (("hi", "--temprature", "0"), 2, "did you mean --temperature?"),
         (("hi", "--temperature", "nan"), 1, "sampling.temperature"),
         (("hi", "--seed", str(2**63)), 1, "sampling.seed"),

@@ -14,7 +14,8 @@ from server.guidance.params import StructuredOutputsParams
 from server.plan import PlanRow, RowResult, SequenceStart
 from server.request import Request, SamplingParams
 from server.tokenizer import Tokenizer
-from server.worker.guided import GuidedRows, RankedDraft
+from server.worker.guided import GuidedRows
+from server.worker.host_drafts import RankedDraft
 from server.worker.slot_info import SlotInfo, has_rules, masks_early_stops
 from server.worker.stop_bits import StopBits
 from server.worker.token_masks import TokenMasks
@@ -103,8 +104,8 @@ def test_rows_are_masked_by_what_was_generated(compiler: GrammarCompiler, digits
     guided.start(started(None, slot=1))
     guided.start(started(compiled(compiler, "34(5|67)"), slot=2, output=(digits[3],)))
     rows = [row_of(0), row_of(1), row_of(2, 2)]
-    guided.settle(rows[:2], [result_of(0, digits[1]), result_of(1, 9)], {0: RankedDraft(0, [digits[9]])})
-    host_drafts = {2: RankedDraft(0, [digits[4], digits[6], digits[7]])}
+    guided.settle(rows[:2], [result_of(0, digits[1]), result_of(1, 9)], {0: RankedDraft([digits[9]], 0)})
+    host_drafts = {2: RankedDraft([digits[4], digits[6], digits[7]], 0)}
     masks = guided.stage(rows, host_drafts, flight)
     flight.send()
     assert masks is not None
@@ -132,9 +133,10 @@ def test_the_drafts_are_those_that_will_be_verified(
     guided.start(started(compiled(compiler, "0(1a|2b)")))
 
     def draft(of: Any) -> RankedDraft:
-        return RankedDraft(of[0], [digits[i] for i in of[1]])
+        return RankedDraft([digits[i] for i in of[1]], of[0])
 
-    guided.settle([row_of(0)], [result_of(0, digits[0])], {0: draft(device)})
+    result = RowResult(0, 0, (digits[0],), num_next_drafts=len(device[1]))
+    guided.settle([row_of(0)], [result], {0: draft((device[0], [*device[1], 9]))})  # 9 is none of the drafts
     masks = guided.stage([row_of(0, 1)], {} if host is None else {0: draft(host)}, flight)
     assert allowed_by(masks)[0][0] == {digits[1], digits[2]}
     assert len(allowed_by(masks)[0][1]) == 1
@@ -159,7 +161,7 @@ def test_what_a_grammar_does_not_allow_is_the_row_s_error(compiler: GrammarCompi
         guided.start(started(grammar, slot=slot))
     rows = [row_of(slot, slot) for slot in range(3)]
     guided.settle(rows, [result_of(slot, digits[8 if slot == 1 else 7]) for slot in range(3)], {})
-    masks = guided.stage(rows, {2: RankedDraft(0, [digits[8]] * 2)}, flight)
+    masks = guided.stage(rows, {2: RankedDraft([digits[8]] * 2, 0)}, flight)
     assert masks is not None
     assert set(masks.errors) == {0, 2}
     assert "cannot be followed" in masks.errors[0]
@@ -196,7 +198,7 @@ def test_stop_ids_follow_where_the_text_may_end(
 def test_a_minimum_counts_by_position(compiler: GrammarCompiler, digits: list[int]) -> None:
     guided = GuidedRows(VOCAB)
     guided.start(started(compiled(compiler, "2{1,9}"), output=(digits[2],), min_tokens=3))
-    masks = guided.stage([row_of(0, 3)], {0: RankedDraft(0, [digits[2]] * 3)}, flight_on("cpu", 1 << 20))
+    masks = guided.stage([row_of(0, 3)], {0: RankedDraft([digits[2]] * 3, 0)}, flight_on("cpu", 1 << 20))
     assert allowed_by(masks) == [[{digits[2]}, {digits[2]}, {digits[2], EOS}, {digits[2], EOS}]]
 
 
