@@ -132,14 +132,16 @@ def _as_json(state: pb.Speculation) -> str:
 def _as_text(state: pb.Speculation) -> str:
     if not state.proposers:
         return "the server was started without speculation"
-    facts = {
-        "speculation": "on" if state.enabled else "off",
-        "num_speculative_tokens": f"{state.num_speculative_tokens} of {state.max_num_speculative_tokens}",
-        "drafts verified": _policy(state) or _schedule(state),
-    }
+    schedule = [f"{rows}:{drafts}" for rows, drafts in (_schedule(state) or {}).items()]
+    facts = [
+        ("speculation", "on" if state.enabled else "off"),
+        ("num_speculative_tokens", f"{state.num_speculative_tokens} of {state.max_num_speculative_tokens}"),
+        ("drafts verified", _policy(state) or ",".join(schedule)),
+    ]
     for i, each in enumerate(state.proposers):
-        facts[f"proposer {i}"] = " ".join([each.method, *(f"{k}={v}" for k, v in _parameters(each).items())])
-    return "\n".join(f"{name:<24}{fact}" for name, fact in facts.items())
+        facts += [(f"proposer {i}", each.method), *((f"  {name}", value) for name, value in _parameters(each).items())]
+    width = 2 + max(len(name) for name, _ in facts)
+    return "\n".join(f"{name:<{width}}{fact}" for name, fact in facts)
 
 
 def _policy(state: pb.Speculation) -> str | None:

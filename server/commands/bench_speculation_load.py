@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 GOALS: Mapping[str, float] = {"auto_per_off": 0.98, "auto_per_best": 0.95}
 """What the policy auto is to reach: of no speculation, and of the best fixed number of drafts."""
@@ -32,8 +32,9 @@ class Load:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:
         """From parsed arguments of the same names."""
-        values = {field.name: getattr(args, field.name) for field in fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        values: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**(values | lists))
 
     def change_tokens(self, max_drafts: int) -> int:
         """The most that a sequence may generate before and after a change.

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from clients.workload import Prompt
 from server.commands.bench_engine_rounds import Round
@@ -99,7 +100,8 @@ class Bench:
         requests = self._requests(prompts)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._run(request)) for request in requests]
-            await asyncio.wait([reached, *running], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [reached, *running]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not reached.done():
                 raise OutriderError(f"a sequence ended before {2 * num_steps} steps in which all of its batch decoded")
             for request in requests:

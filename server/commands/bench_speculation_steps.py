@@ -16,7 +16,7 @@ class StepLog:
         self._clock = clock
         self._batch = self._wanted = 0
         self._steps: list[tuple[float, int]] = []
-        self._notify: Callable[[], None] = lambda: None
+        self._notify: Callable[[], object] = lambda: None
 
     def expect(self, batch: int, num_steps: int) -> "asyncio.Future[None]":
         """Keep the next steps that bring at least a token for each of so many sequences.

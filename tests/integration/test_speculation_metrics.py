@@ -114,7 +114,9 @@ HOST = {"method": "suffix", "num_speculative_tokens": K}
 LAYERS = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": K, "policy": "fixed"}
 
 
-@pytest.mark.parametrize("config", [None, {**HOST, "policy": "fixed"}, LAYERS, [LAYERS, HOST]], ids=["lookup", "host", "network", "several"])
+@pytest.mark.parametrize(
+    "config", [None, {**HOST, "policy": "fixed"}, LAYERS, [LAYERS, HOST]], ids=["lookup", "host", "network", "several"]
+)
 async def test_the_time_of_proposing_and_verifying_is_that_of_the_steps(folder: Path, config: Any) -> None:
     settings = {} if config is None else {"speculative_config": config}
     async with served_model(folder, **settings) as front:
