@@ -92,7 +92,7 @@ class SpeculationState:
         return {
             "enabled": self.enabled,
             "num_speculative_tokens": self.num_speculative_tokens,
-            "policy": self.policy.policy if schedule is None else schedule,
+            "policy": self.policy.policy if schedule is None else dict(sorted(schedule.items())),
         } | {
             f"proposers[{i}].{name}": getattr(member.config, name)
             for i, member in enumerate(self.members)

@@ -146,12 +146,19 @@ async def test_what_holds_is_shown(outrider: Outrider, capsys: pytest.CaptureFix
     }
     assert await outrider() == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[:3] == [
-        "speculation             on",
-        "num_speculative_tokens  4 of 4",
-        "drafts verified         fixed",
+    assert len({len(line) - len(line.split(maxsplit=1)[1]) for line in shown[4:8]}) == 1, (
+        "values stand below each other"
+    )
+    assert [" ".join(line.split()) for line in shown] == [
+        "speculation on",
+        "num_speculative_tokens 4 of 4",
+        "drafts verified fixed",
+        "proposer 0 suffix",
+        *(f"{name} {value}" for name, value in PARAMETERS.items()),
+        f"proposer 1 {PERIOD['method']}",
     ]
-    assert shown[3].startswith("proposer 0              suffix suffix_decoding_max_cached_requests=10000 ")
+    assert await outrider("--num-speculative-tokens-per-batch-size", "8:0,1:4") == 0
+    assert "1:4,8:0" in capsys.readouterr().out
 
 
 async def test_only_what_is_given_changes(
