@@ -37,6 +37,7 @@ class DraftChain:
             hidden: [R, hidden], what the network made of the newest tokens; None if it is still to run over them.
             is_ready: [R] bool, who may get drafts; None for all. starts: see FlatTokens.step.
         """
+        limit = min(self._limit, memory.num_positions)
         width = self._num_drafts if inputs.num_proposed is None else min(self._num_drafts, inputs.num_proposed)
         ids: list[Tensor] = []
         logits: list[Tensor] = []
@@ -46,7 +47,7 @@ class DraftChain:
         for index in range(width):
             if hidden is None or index:
                 newest = inputs.token_ids[inputs.slots, inputs.num_tokens - 1].long() if index == 0 else ids[-1]
-                tokens = _last_tokens(inputs, index, is_usable & (inputs.num_tokens + index <= self._limit))
+                tokens = _last_tokens(inputs, index, is_usable & (inputs.num_tokens + index <= limit))
                 positions, step = tokens.step(memory, starts)
                 hidden = self._network.forward(newest, positions, step, hidden)
             scores = self._network.logits(hidden)
@@ -56,7 +57,7 @@ class DraftChain:
             is_usable = is_usable & torch.isfinite(scores.amax(-1))
             counts += is_usable
             ids.append(chosen if self._to_target is None else self._to_target[chosen])
-        room = (self._limit - inputs.num_tokens + 1).clamp(min=0)
+        room = (limit - inputs.num_tokens + 1).clamp(min=0)
         counts = torch.minimum(torch.minimum(counts, room), inputs.max_drafts.long())
         is_draft = torch.arange(width, device=counts.device) < counts[:, None]
         return Draft(

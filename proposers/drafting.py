@@ -34,7 +34,7 @@ class _State:
     """What one batch needs; S slots and the padding's.
 
     Attributes:
-        memory: the batch. slots: what the host knows.
+        memory: the batch. slots: what the host knows. limit: the network takes positions below it.
         num_done, first: [S + 1] int64; positions below num_done need nothing more, and the network attends from
             `first` on.
         newest: [S + 1] int64, the flat token of the last step that is a sequence's newest.
@@ -44,6 +44,7 @@ class _State:
 
     memory: BatchMemory
     slots: DraftSlots
+    limit: int
     num_done: Tensor
     first: Tensor
     newest: Tensor
@@ -124,8 +125,9 @@ class NetworkProposer:
             kept_shape = memory.num_tokens.shape[0], KEPT, self._num_features
             kept = torch.zeros(kept_shape, dtype=self._dtype, device=device)
             edges = torch.zeros(memory.num_blocks, self._num_features, dtype=self._dtype, device=device)
+        limit = min(self._limit, memory.num_positions)
         slots = DraftSlots(memory.num_blocks, memory.block_size, is_fed=edges is not None)
-        self._state = _State(memory, slots, counts[0], counts[1], counts[2], kept, edges)
+        self._state = _State(memory, slots, limit, counts[0], counts[1], counts[2], kept, edges)
 
     def start(self, start: SequenceStart) -> None:
         """Find out which of its cached blocks the network has done."""
@@ -177,7 +179,7 @@ class NetworkProposer:
         tokens = FlatTokens(
             slots=slots,
             positions=computed.positions + 1,
-            is_real=computed.is_real & (computed.positions + 1 < num_tokens[slots].clamp(max=self._limit)),
+            is_real=computed.is_real & (computed.positions + 1 < num_tokens[slots].clamp(max=state.limit)),
             rows=rows,
             first_token=computed.first_token,
             num_query=computed.num_query,
@@ -236,7 +238,7 @@ class NetworkProposer:
             state.first[rows] = torch.where(state.num_done[rows] < oldest, oldest, state.first[rows])
             state.num_done[rows] = torch.maximum(state.num_done[rows], oldest)
         positions = state.num_done[slots] + offsets
-        is_real = positions <= known[slots].clamp(max=self._limit - 1)
+        is_real = positions <= known[slots].clamp(max=state.limit - 1)
         tokens = FlatTokens(slots, positions, is_real, rows, self._upload(first), num_query, tuple(groups))
         hidden = None
         if state.kept is not None:

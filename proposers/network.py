@@ -94,6 +94,11 @@ class BatchMemory:
     num_blocks: int
     block_size: int
 
+    @property
+    def num_positions(self) -> int:
+        """Places in a row of the block table: no position from this on can be written to, or attended to."""
+        return self.block_table.shape[1] * self.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:

@@ -148,6 +148,24 @@ def test_drafts_end_where_the_context_does(folder: Path, device_name: str) -> No
     assert long <= 5
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("method", ["draft_model", "layer_skip"])
+def test_drafts_end_where_the_cache_does(folder: Path, device_name: str, method: str, depth: int) -> None:
+    """A request that fills a cache shorter than either model's context, to the last position of its last block."""
+    sampling = SamplingParams(max_tokens=46, ignore_eos=True, temperature=0)
+    chosen = {"model": str(folder)} if method == "draft_model" else {"num_layers": 1}
+    config = {"method": method, "num_speculative_tokens": K, **chosen}
+    size = 7 * 16 * 2 * 2 * 2 * 16 * 4
+    cache = {"pipeline_depth": depth, "kv_cache_memory_bytes": size * (2 if method == "draft_model" else 1)}
+    with engine_on(folder, device_name) as engine:
+        plain = engine.generate([prompts()[-1][:50]], sampling)
+    with engine_on(folder, device_name, speculative_config=config, **cache) as engine:
+        assert engine.core.engine.model_info.max_request_len == 96
+        outcomes = engine.generate([prompts()[-1][:50]], sampling)
+        assert sum(engine.statistics().draft_tokens_per_position) > 0
+    assert outcomes[0].only.token_ids == plain[0].only.token_ids
+
+
 def test_a_draft_that_is_not_a_number_is_none(
     tmp_path: Path, folder: Path, device_name: str, expected: list[list[int]]
 ) -> None:
