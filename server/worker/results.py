@@ -30,8 +30,7 @@ class StepOutputs:
 
     Attributes:
         packed: 1-d int64; where rows were checked for NaN, [N] whether they are broken; then what was generated,
-            see Generated.columns.
-            then its next_drafts.
+            see Generated.columns, with its next_drafts behind.
         logprobs, failures: see Generated.
         draft_span: see Generated.
         prompt_logprobs: by index of a row, its prompt positions.
@@ -54,7 +53,9 @@ class StepOutputs:
         columns, next_drafts = (*checked, *generated.columns), generated.next_drafts
         packed = torch.cat(columns if next_drafts is None else (*columns, next_drafts.view(-1)))
         num_draft_columns = 0 if next_drafts is None else next_drafts.shape[1]
-        return cls(packed, generated.logprobs, generated.failures, generated.draft_span, prompt_logprobs, num_draft_columns)
+        return cls(
+            packed, generated.logprobs, generated.failures, generated.draft_span, prompt_logprobs, num_draft_columns
+        )
 
 
 class StepHandle:
