@@ -143,8 +143,10 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
     value = given.value
     if isinstance(value, str) and value.strip().lower() != "none":
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = json.loads(value, object_pairs_hook=_each_once)
+        except ConfigError as error:
+            raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {given.source})") from None
+        except (ValueError, RecursionError) as error:  # the latter for brackets in thousands
             problem = f"must be a JSON object, a list of them or none, got {quoted(value)}: {error}"
             raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
     if value is None or isinstance(value, str):
@@ -163,6 +165,16 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
     return _parse_members(cast("list[Mapping[object, object]]", members), given.source)
 
 
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, which takes the last value of a key in silence. Raises: ConfigError."""
+    items: dict[str, object] = {}
+    for name, value in pairs:
+        if name in items:
+            raise ConfigError(f"{quoted(name)} is given twice")
+        items[name] = value
+    return items
+
+
 def _parse_members(members: list[Mapping[object, object]], source: str) -> SpeculativeConfig:
     """Of each mapping the proposer; what is one for all may be in any of them."""
     shared: dict[str, Given] = {}
@@ -174,7 +186,11 @@ def _parse_members(members: list[Mapping[object, object]], source: str) -> Specu
             if name in shared:
                 raise ConfigError(f"{prefix}{name}: is one for all, and is given already (from {source})")
             shared[name] = Given(items.pop(name), source)
-        proposers.append(_parse_proposer(items, source, prefix))
+        proposer = _parse_proposer(items, source, prefix)
+        if proposer in proposers:
+            first = f"{SPECULATIVE_CONFIG}[{proposers.index(proposer)}]"
+            raise ConfigError(f"{prefix.rstrip('.')}: is the same as {first}, and would never be asked (from {source})")
+        proposers.append(proposer)
     acceptance = _parse_shared(AcceptanceConfig, shared)
     policy = _parse_shared(PolicyConfig, shared)
     config = SpeculativeConfig(proposers=tuple(proposers), acceptance=acceptance, policy=policy)

@@ -43,7 +43,9 @@ class Drafts(DraftControl):
 
 def control_of(*proposers: Told) -> tuple[SpeculationControl, Drafts]:
     drafts = Drafts()
-    members = [{"method": "suffix"} for _ in proposers]
+    members: list[dict[str, object]] = [
+        {"method": "suffix", "num_speculative_tokens": 8 - i} for i in range(len(proposers))
+    ]
     members[0]["policy"] = "fixed"
     config = Config.from_kwargs(speculative_config=members).speculative
     return SpeculationControl(config, proposers, drafts), drafts

@@ -136,6 +136,25 @@ class TestLists:
             "speculative_config[1].rejection_sample_method: is one for all, and is given already (from argument)"
         )
 
+    def test_no_two_are_the_same(self) -> None:
+        """Whatever is said in words or left to the defaults."""
+        members = [{"method": "suffix"}, {}, {"method": "ngram", "num_speculative_tokens": 5, "policy": "fixed"}]
+        assert refusal(members) == (
+            "speculative_config[2]: is the same as speculative_config[1], and would never be asked (from argument)"
+        )
+        assert len(read([{"match": "first"}, {"match": "last"}]).proposers) == 2
+
+    @pytest.mark.parametrize(
+        ("text", "name"),
+        [
+            ('{"method": "ngram", "match": "first", "match": "last"}', "match"),
+            ('[{}, {"method": "suffix", "method": "ngram"}]', "method"),
+            ('{"num_speculative_tokens_per_batch_size": {"1": 5, "1": 3}}', "1"),
+        ],
+    )
+    def test_a_key_twice(self, text: str, name: str) -> None:
+        assert refusal(text) == f"speculative_config: '{name}' is given twice (from argument)"
+
     def test_refusals_name_the_member(self) -> None:
         assert refusal([{}, {"match": "any"}]).startswith("speculative_config[1].match: must be one of first, last")
         assert refusal([{"method": "sufix"}, {}]).startswith("speculative_config[0].method: must be one of")
