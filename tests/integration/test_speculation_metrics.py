@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from clients.outputs import SpeculationStats
+from server.scheduler.speculation_watch import WINDOW
 from tests.fakes.served_model import SETTINGS, served_model
 from tests.tiny_model import build_tiny_model
 
@@ -132,3 +133,13 @@ async def test_the_time_of_proposing_and_verifying_is_that_of_the_steps(folder: 
     assert 0 < server.draft_seconds < server.draft_seconds + server.verify_seconds < duration_s
     assert after.num_draft_steps == server.num_draft_steps, "nothing is proposed where nobody wants it"
     assert after.draft_seconds == server.draft_seconds
+
+
+async def test_drafts_that_do_not_pay_are_spoken_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"method": "server.commands.bench_random_drafts:RandomConfig", "num_speculative_tokens": 1}
+    async with served_model(folder, speculative_config={**config, "policy": "fixed"}) as front:
+        await front.client.generate(token_ids=PROMPT, max_tokens=WINDOW + 10, ignore_eos=True, temperature=0)
+        server = await front.client.stats()
+    assert server.draft_acceptance_rate < 0.1
+    assert server.speculation_advice["low_acceptance"] == "set_policy_auto"
+    assert caplog.text.count("drafts of 256 steps were accepted, less than 30%: take another method, or none, or") == 1
