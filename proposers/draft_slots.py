@@ -28,7 +28,7 @@ class _Slot:
 
     Attributes:
         lag: most positions, of those the target has, that the network is still to do.
-        first_whole: blocks from here on are whole once they are done.
+        first_whole: blocks from here on are whole once they are done, those in front were cached or left out.
         num_marked: blocks that were looked at already.
     """
 
@@ -41,8 +41,8 @@ class _Slot:
 class DraftSlots:
     """The sequences in the batch and the blocks they share, for one network; owned by its proposer.
 
-    A block is whole if the network did all its positions and attended to all in front of them. Blocks the target has
-    cached need not be.
+    A block is whole if the network did all its positions, and all that it attended to from there: everything in front,
+    or for a network with features the whole blocks right in front at least. Blocks the target has cached need not be.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, is_fed: bool) -> None:
@@ -85,9 +85,14 @@ class DraftSlots:
         record = self._slots[slot]
         record.lag = max(0, record.lag - num_positions)
 
-    def skip(self, slot: int, bound: int) -> None:
-        """The network attends only to some of the positions from now on; those from `bound` on are among them."""
-        self._slots[slot].first_whole = -(-bound // self._block_size)
+    def skip(self, slot: int, lag: int, bound: int) -> None:
+        """Leave out all but the last `lag` positions: the network attends to none of the others from now on.
+
+        Args: bound: the positions from here on are not among those.
+        """
+        record = self._slots[slot]
+        record.lag = lag
+        record.first_whole = -(-bound // self._block_size)
 
     def pass_by(self, row: PlanRow) -> None:
         """The target does a row's step that the network does not."""

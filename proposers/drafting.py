@@ -206,13 +206,13 @@ class NetworkProposer:
         state, left = self._bound, CATCH_UP[self._target.device.type]
         work: list[tuple[PlanRow, int]] = []
         for row in rows:
-            lag = state.slots.lag(row.slot)
-            if state.kept is not None and lag > LONGEST_GAP:
-                lag = LONGEST_GAP
-                state.slots.skip(row.slot, row.context_bound)
-            if width := min(lag, left):
-                work.append((row, width))
-                left -= width
+            if not left:
+                break
+            if state.kept is not None and state.slots.lag(row.slot) > LONGEST_GAP:
+                state.slots.skip(row.slot, LONGEST_GAP, row.context_bound)
+            width = min(state.slots.lag(row.slot), left)
+            work.append((row, width))
+            left -= width
         if not work:
             return 0
         self._do_left_out(work)
