@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message as ProtoMessage
 
 from clients.errors import FieldViolation, InvalidRequestError
 from protos.outrider.v1 import inference_pb2 as pb
@@ -15,6 +17,13 @@ _METRICS: Mapping[str, pb.SpeculationMetrics] = {
 }
 
 _CONSTRAINTS = tuple(field.name for field in pb.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields)
+
+_INTEGERS: Mapping[int, tuple[int, int]] = {
+    FieldDescriptor.TYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.TYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
+}
+"""What fields of whole numbers can carry, by their type."""
 
 Message = Mapping[str, str]
 """One message of a conversation: {"role": ..., "content": ...}."""
@@ -163,7 +172,11 @@ def _schema_text(schema: object, path: str) -> str:
         raise _invalid(path, str(error)) from error
 
 
-def _assign(message: object, name: str, value: object, path: str) -> None:
+def _assign(message: ProtoMessage, name: str, value: object, path: str) -> None:
+    limits = _INTEGERS.get(message.DESCRIPTOR.fields_by_name[name].type)
+    if limits is not None and isinstance(value, int) and not limits[0] <= value <= limits[1]:
+        # Narrower limits are the server's to know; it never sees these.
+        raise _invalid(path, f"must be from {limits[0]} to {limits[1]}, got {value}")
     try:
         setattr(message, name, value)
     except (TypeError, ValueError) as error:

@@ -105,6 +105,21 @@ def test_what_the_wire_cannot_carry_names_its_field(prompt: str | None, options:
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "speculation.num_speculative_tokens: must be from 0 to 4294967295, got -1"),
+        ({"n": 1 << 32}, "sampling.n: must be from 0 to 4294967295, got 4294967296"),
+        ({"priority": -(1 << 31) - 1}, "priority: must be from -2147483648 to 2147483647, got -2147483649"),
+        ({"seed": 1 << 63}, f"sampling.seed: must be from {-(1 << 63)} to {(1 << 63) - 1}, got {1 << 63}"),
+    ],
+)
+def test_numbers_that_the_wire_cannot_carry_name_its_limits(options: GenerateOptions, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request("text", options)
+    assert str(caught.value) == message
+
+
 def test_unknown_options_are_refused() -> None:
     options: Any = {"temprature": 1.0}
     with pytest.raises(TypeError, match=r"temprature.*temperature"):
