@@ -59,7 +59,7 @@ def _candidate_report(found: Sequence[Measured]) -> dict[str, Any]:
         "step_ms": _summary([1e3 * each.decode_s / each.num_steps for each in rounds]),
         "acceptance_rate": accepted / drafts if drafts else None,
         "mean_acceptance_length": 1 + accepted / draft_rows if draft_rows else None,
-        "draft_time_share": sum(each.draft_s for each in found) / sum(each.decode_s for each in rounds),
+        "draft_time_share": sum(each.draft_s for each in found) / sum(each.ttft_s + each.decode_s for each in rounds),
         "mean_drafts_chosen": sum(each.num_drafts_chosen for each in found) / num_steps,
     }
 
