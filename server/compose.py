@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from proposers.base import HostProposer, Proposer, TargetModel, TargetView
-from server.config import Config
+from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
 from server.errors import ConfigError, EngineDead
@@ -84,6 +84,7 @@ def _build_core(config: Config) -> Core:
     torch.set_num_threads(num_threads)
     logger.info("%d threads", num_threads)
     _check_budget(config)
+    _log_if_never_compiled(config.model, device)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")
     loaded = load_model(config.model, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, kv_dtype)
@@ -270,6 +271,17 @@ def _compilation(config: Config, loaded: LoadedModel, geometry: KVGeometry, num_
         trusts_code=config.model.trust_remote_code,
     )
     return Compilation(loaded.model, order, config.model.compile)
+
+
+def _log_if_never_compiled(config: ModelConfig, device: torch.device) -> None:
+    if config.compile != "wait":
+        return
+    if config.enforce_eager:
+        logger.warning("the decoder layers are not compiled, although compile is wait: enforce_eager excludes it")
+    elif config.batch_invariant and device.type == "cuda":
+        logger.warning(
+            "the decoder layers are not compiled, although compile is wait: batch_invariant excludes it on CUDA"
+        )
 
 
 def _check_budget(config: Config) -> None:
