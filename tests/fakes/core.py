@@ -110,6 +110,7 @@ def make_core(
     seed: int = 0,
     accuracy: float = 0.7,
     draft_policy: DraftPolicy | None = None,
+    num_lookahead_tokens: int = 0,
     **config: Any,
 ) -> Core:
     """A scheduler with its executor; `config` are SchedulerConfig fields."""
@@ -124,6 +125,7 @@ def make_core(
         enable_prefix_caching=enable_prefix_caching,
         clock=clock,
         draft_policy=draft_policy,
+        num_lookahead_tokens=num_lookahead_tokens,
     )
     executor = FakeExecutor(
         random.Random(seed),
@@ -131,5 +133,6 @@ def make_core(
         max_drafts=max_drafts,
         accuracy=accuracy,
         is_published=lambda block_id: pool._hash_of[block_id] is not None,
+        num_lookahead_tokens=num_lookahead_tokens,
     )
     return Core(scheduler, executor, pool, clock, scheduler_config.max_num_seqs)

@@ -14,6 +14,8 @@ from server.request import Request
 from server.scheduler.sequence import sampling_key
 
 VOCAB_SIZE = 40
+_DRAFTED = -1
+"""What drafting leaves in a cell."""
 
 
 class InjectedError(Exception):
@@ -105,10 +107,13 @@ class FakeExecutor:
         launch_error_rate: float = 0.0,
         settle_error_rate: float = 0.0,
         is_published: Callable[[int], bool] = lambda _: False,
+        num_lookahead_tokens: int = 0,
     ) -> None:
         """Args:
         accuracy: probability that a drafted token is the one the target yields.
         is_published: whether a block is shared under a hash and thus read-only.
+        num_lookahead_tokens: positions that drafting writes to, from that of the newest token on, as far as they
+            have blocks; the first must have one.
         """
         self._rng = rng
         self._block_size = block_size
@@ -118,6 +123,7 @@ class FakeExecutor:
         self.launch_error_rate = launch_error_rate
         self.settle_error_rate = settle_error_rate
         self._is_published = is_published
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._slots: dict[int, _Slot] = {}
         self._cells: dict[tuple[int, int], int] = {}
         self._unsettled: deque[_Handle] = deque()
@@ -199,6 +205,11 @@ class FakeExecutor:
         self._require(
             row.context_bound <= len(slot.table) * self._block_size, f"slot {row.slot} has no blocks up to its bound"
         )
+        if self._num_lookahead_tokens:
+            newest = min(row.context_bound, self._limit(slot) - 1)
+            self._require(
+                newest < len(slot.table) * self._block_size, f"slot {row.slot} has no block for its newest token"
+            )
         states = _chain(slot.request.cache_salt, known[:end])
         for position in range(start):
             self._require(
@@ -230,6 +241,7 @@ class FakeExecutor:
             new_tokens.append(next(truth))
         slot.num_computed = first + len(new_tokens) - 1
         slot.tokens += new_tokens
+        self._write_drafts(slot)
         slot.drafts = self._propose(slot)
         if self._rng.random() < self.row_error_rate:
             return RowResult(row.seq_id, row.epoch, error="the logits are NaN")
@@ -260,6 +272,15 @@ class FakeExecutor:
             drafts.append(right if self._rng.random() < self.accuracy else (right + 1) % VOCAB_SIZE)
         return drafts
 
+    def _write_drafts(self, slot: _Slot) -> None:
+        """Leave at the places of newest token and drafts what nobody may read."""
+        newest = len(slot.tokens) - 1
+        for position in range(newest, newest + self._num_lookahead_tokens):
+            if position < len(slot.table) * self._block_size:
+                block_id, _ = cell = self._cell(slot, position)
+                self._require(not self._is_published(block_id), f"drafts are written to published block {block_id}")
+                self._cells[cell] = _DRAFTED
+
     def _prompt_logprobs(self, slot: _Slot, row: PlanRow, start: int, end: int) -> tuple[PositionLogprobs, ...]:
         if row.num_prompt_logprobs is None:
             return ()
@@ -273,8 +294,14 @@ class FakeExecutor:
         return slot.table[position // self._block_size], position % self._block_size
 
     def _writable_blocks(self, slot: _Slot, row: PlanRow) -> list[int]:
-        """Blocks from the first position the row computes up to its bound."""
-        return slot.table[slot.num_computed // self._block_size : -(-row.context_bound // self._block_size)]
+        """Blocks from the first position the row computes up to its bound, or that of its drafts."""
+        bound = row.context_bound + self._num_lookahead_tokens
+        return slot.table[slot.num_computed // self._block_size : -(-bound // self._block_size)]
+
+    def _limit(self, slot: _Slot) -> int:
+        max_tokens = slot.request.sampling.max_tokens
+        assert max_tokens is not None
+        return slot.num_prompt + max_tokens
 
     def _check_writers(self, touched: set[tuple[int, int]]) -> None:
         owners: dict[int, int] = {}

@@ -68,7 +68,8 @@ class Simulation:
     `depth` steps are launched ahead of the one being settled, as the engine does.
     """
 
-    def __init__(self, seed: int, *, depth: int, policy: str) -> None:
+    def __init__(self, seed: int, *, depth: int, policy: str, writes_kv: bool = False) -> None:
+        """Args: writes_kv: whether drafting writes to the sequences' blocks."""
         self.rng = rng = random.Random(seed)
         self.depth = depth
         self.block_size = rng.choice((1, 2, 4, 8))
@@ -91,6 +92,7 @@ class Simulation:
             enable_prefix_caching=self.is_caching,
             seed=seed,
             accuracy=rng.choice((0.0, 0.5, 0.9, 1.0)),
+            num_lookahead_tokens=self.max_drafts if writes_kv else 0,
             **self.config,
         )
         self.core.executor.row_error_rate = rng.choice((0.0, 0.0, 0.01))
