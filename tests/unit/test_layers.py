@@ -44,6 +44,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "clients": ("protos",),
     "connectors": (),
     "proposers": ("server.kernels", "server.model"),
+    "proposers.training": ("proposers", "server.kernels", "server.llm", "server.model"),
     "protos": (),
     "server.__main__": ("server.cli",),
     "server.cli": ("server.commands",),
