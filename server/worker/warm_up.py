@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from server.errors import ModelError
 from server.kernels import jit
+from server.kernels.token_mask import mask_tokens
 from server.model.attention import AttentionGroup, AttentionStep
 from server.model.forward import run_model
 from server.model.head import LMHead
@@ -39,6 +40,7 @@ def warm_up(
     _check_head(model, head, runner.kv)
     if jit.is_available(runner.kv.device):
         _load_kernels(runner, longest_chunk)
+        _load_mask_kernel(head.vocab_size, runner.kv.device)
     if capture_sizes:
         runner.capture(capture_sizes)
 
@@ -63,6 +65,12 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     for num_drafts in range(1, runner.max_drafts + 1):
         plan = _plan(1 + num_drafts, PROMPT_LEN + num_drafts, everything, num_drafts=num_drafts)
         runner.settle(runner.launch(plan))
+
+
+def _load_mask_kernel(vocab_size: int, device: torch.device) -> None:
+    """What steps of guided rows run besides; there is no grammar to make one with."""
+    bits = torch.zeros(1, 1, -(-vocab_size // 32), dtype=torch.int32, device=device)
+    mask_tokens(torch.zeros(1, 1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device), bits)
 
 
 def _plan(

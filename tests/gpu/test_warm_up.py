@@ -7,9 +7,13 @@ from unittest.mock import patch
 
 import pytest
 
+from server.guidance.params import StructuredOutputsParams
+from server.request import SamplingParams
 from tests.fakes.engine_under_test import engine_on, ngram
 from tests.gpu.test_step import MIXED
 from tests.tiny_model import build_tiny_model
+
+GUIDED = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z ]{9,}"), max_tokens=20)
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +44,7 @@ def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eage
     ):
         for wave in (prompts[:12], prompts):
             params = [MIXED[i % len(MIXED)] for i in range(len(wave))]
+            params[::5] = [GUIDED] * len(params[::5])
             outcomes = engine.generate(wave, params, arrivals=rng)
             assert all(outcome.error is None for outcome in outcomes)
     assert compiled == []
