@@ -8,6 +8,7 @@ from typing import Literal
 from server.errors import FieldViolation, InvalidRequest
 from server.guidance.grammar import Grammar
 from server.guidance.params import StructuredOutputsParams
+from server.kv_handle import Continuation
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 64
@@ -146,6 +147,8 @@ class Request:
         grammar: `sampling.structured_outputs`, compiled. `stop_token_ids` then has its EOS in any case.
         deadline_s: on the engine's monotonic clock; None never expires.
         arrival_s: on the same clock.
+        hands_on: whether each choice ends with its first token, for another node to go on with.
+        continuation: what another node has done of it; None if it begins here.
     """
 
     request_id: str
@@ -159,6 +162,8 @@ class Request:
     cache_salt: str = ""
     arrival_s: float = 0.0
     deadline_s: float | None = None
+    hands_on: bool = False
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from server.kv_handle import ChoiceState, KVHandle
 from server.request import ModelInfo, Request
 from server.speculation_state import SpeculationChange, SpeculationState
 
@@ -19,6 +20,7 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    HANDED_ON = "handed_on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,13 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One choice has ended. `stop_reason` is the matched id or string, None otherwise."""
+    """One choice has ended.
+
+    Attributes:
+        stop_reason: the matched id or string, None otherwise.
+        handed_on: of a choice that ends as HANDED_ON, how far it has come. source: and where the prompt's KV is; None
+            if it is not held.
+    """
 
     index: int
     finish_reason: FinishReason
@@ -129,6 +137,8 @@ class Finished:
     num_cached_tokens: int
     timing: Timing
     speculation: SpeculationStats
+    handed_on: ChoiceState | None = None
+    source: KVHandle | None = None
 
 
 StreamEvent = Started | PromptLogprobs | Delta | Finished

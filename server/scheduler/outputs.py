@@ -4,6 +4,7 @@ import enum
 from typing import NamedTuple
 
 from server.engine.protocol import FinishReason, PositionLogprobs
+from server.kv_handle import ChoiceState, KVHandle
 from server.request import Request
 from server.scheduler.statistics import StepTime
 
@@ -27,6 +28,7 @@ class SequenceOutput(NamedTuple):
         num_drafted, num_accepted: draft tokens this step verified and accepted.
         step_time: what speculation made of this step's time.
         prompt_logprobs: all of them, once, with the request's first output that has tokens.
+        handed_on, source: see Finished; the text that was delivered is not known here.
         failure, error: set where the whole request ends with an error.
     """
 
@@ -43,6 +45,8 @@ class SequenceOutput(NamedTuple):
     step_time: StepTime = StepTime()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    handed_on: ChoiceState | None = None
+    source: KVHandle | None = None
     failure: Failure | None = None
     error: str = ""
 

@@ -16,6 +16,7 @@ PACKAGES = ("clients", "connectors", "proposers", "protos", "server")
 MAX_LINES = 500
 
 LEAVES = (
+    "connectors.base",
     "proposers.base",
     "proposers.config",
     "proposers.registry",
@@ -28,6 +29,7 @@ LEAVES = (
     "server.guidance.grammar",
     "server.guidance.params",
     "server.host",
+    "server.kv_handle",
     "server.passing_thread",
     "server.plan",
     "server.request",
@@ -42,7 +44,7 @@ EVERYTHING = ("clients", "connectors", "proposers", "protos", "server")
 
 ARROWS: dict[str, tuple[str, ...]] = {
     "clients": ("protos",),
-    "connectors": (),
+    "connectors": ("protos",),
     "proposers": ("server.kernels", "server.model"),
     "proposers.training": ("proposers", "server.kernels", "server.llm", "server.model"),
     "protos": (),
