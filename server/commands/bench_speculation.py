@@ -25,46 +25,35 @@ _DEFAULT_CONFIGS = ('{"method": "ngram", "num_speculative_tokens": 8}', "random"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add what is run and how often, and the settings of model and engine."""
-    words = "{" + ",".join(WORKLOADS) + "}"
-    for name, kind, default, metavar, help_text in (
-        ("--concurrency", list_of(at_least(1), "SIZE"), [1, 4, 8, 16], "SIZE[,SIZE...]", "sequences that run together"),
-        (
-            "--drafts",
-            list_of(at_least(0), "K"),
-            [0, 1, 2, 3, 5, 8],
-            "K[,K...]",
-            "fixed numbers of drafts; one beyond what the proposer makes stands for that",
-        ),
+    names = "{" + ",".join(WORKLOADS) + "}"
+    for name, parse, default, metavar, words in (
+        ("--concurrency", list_of(at_least(1), "SIZE"), "1,4,8,16", "SIZE[,SIZE...]", "sequences that run together"),
+        ("--drafts", list_of(at_least(0), "K"), "0,1,2,3,5,8", "K[,K...]", "fixed numbers; at most the proposer's own"),
         (
             "--workloads",
-            list_of(_workload, words),
-            list(WORKLOADS),
-            f"{words}[,...]",
+            list_of(_workload, names),
+            ",".join(WORKLOADS),
+            f"{names}[,...]",
             "prompts of a few words again and again, of prose and code, and of random ids",
         ),
-    ):
-        parser.add_argument(
-            name,
-            type=kind,
-            default=default,
-            metavar=metavar,
-            help=f"{help_text} (default: {','.join(map(str, default))})",
-        )
-    for name, parse, value, metavar, help_text in (
-        ("--input-len", at_least(1), 64, "TOKENS", "of each prompt"),
-        ("--output-len", at_least(2), 128, "TOKENS", "generated for each"),
-        ("--temperature", number, 0.0, "NUMBER", "of sampling; 0 is greedy"),
-        ("--repeat", at_least(1), 5, "N", "measured turns, each with every number of drafts and auto"),
+        ("--input-len", at_least(1), "64", "TOKENS", "of each prompt"),
+        ("--output-len", at_least(2), "128", "TOKENS", "generated for each"),
+        ("--temperature", number, "0", "NUMBER", "of sampling; 0 is greedy"),
+        ("--repeat", at_least(1), "5", "N", "measured turns, each with every number of drafts and auto"),
         (
             "--change-steps",
             at_least(0),
-            50,
+            "50",
             "STEPS",
             "that auto has to adapt when workload and load change, and that are measured then; 0 leaves this out",
         ),
-        ("--seed", integer, 0, "SEED", "of the prompts"),
+        ("--seed", integer, "0", "SEED", "of the prompts"),
     ):
-        parser.add_argument(name, type=parse, default=value, metavar=metavar, help=f"{help_text} (default: {value})")
+        parser.add_argument(name, type=parse, default=default, metavar=metavar, help=f"{words} (default: {default})")
+    parser.epilog = (
+        "--speculative-config may be given several times, and may be the word random: drafts that are always wrong. "
+        f"Default: {' and '.join(_DEFAULT_CONFIGS)}."
+    )
     add_output(parser)
     add_settings(parser, takes_several=True)
 
