@@ -90,6 +90,12 @@ def prompts_for(num: int) -> list[list[int]]:
 
 
 SUFFIX: dict[str, object] = {"method": "suffix"}
+LAYER_SKIP: dict[str, object] = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": 4}
+CONFIGS: dict[str, object] = {
+    "block": ngram(4) | {"rejection_sample_method": "block"},
+    "layer_skip": LAYER_SKIP,
+    "layer_skip, ngram": [LAYER_SKIP, ngram(2)],
+}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ SUFFIX: dict[str, object] = {"method": "suffix"}
         ("drawing", 3, 0),
         ("drawing", 8, 1),
         ("suffix", 5, 1),
-        ("suffix, ngram", 2, 1),
+        ("suffix, layer_skip", 2, 1),
         *(pytest.param(name, k, 1, marks=pytest.mark.full) for name in ("ngram", "drawing") for k in range(1, 9)),
     ],
 )
@@ -111,7 +117,7 @@ def test_what_ends_is_valid(folder: Path, device_name: str, proposer: str, k: in
     configs: Mapping[str, Any] = {
         "ngram": ngram(k),
         "suffix": SUFFIX | {"num_speculative_tokens": k},
-        "suffix, ngram": [SUFFIX | {"num_speculative_tokens": k}, ngram(k + 2)],
+        "suffix, layer_skip": [SUFFIX | {"num_speculative_tokens": k}, LAYER_SKIP],
     }
     drawing = DrawingProposer(k, VOCAB, range(3, 300), device_name) if proposer == "drawing" else None
     settings: dict[str, Any] = {"pipeline_depth": depth, "max_num_seqs": 8}
@@ -172,7 +178,15 @@ def proposer_for(name: str, texts: list[list[int]], device: str) -> Proposer | H
 
 @pytest.mark.parametrize(
     ("name", "depth"),
-    [("scripted", 0), ("scripted", 1), ("scripted host", 0), ("scripted host", 1), ("drawing", 1), ("block", 1)],
+    [
+        ("scripted", 0),
+        ("scripted", 1),
+        ("scripted host", 1),
+        ("drawing", 1),
+        ("block", 1),
+        ("layer_skip", 0),
+        ("layer_skip, ngram", 1),
+    ],
 )
 def test_answers_equal_those_without_speculation(
     folder: Path, expected: list[list[Answer]], device_name: str, name: str, depth: int
@@ -182,7 +196,7 @@ def test_answers_equal_those_without_speculation(
     settings: dict[str, Any] = {"pipeline_depth": depth}
     proposer = proposer_for(name, texts, device_name)
     if proposer is None:
-        settings["speculative_config"] = ngram(4) | {"rejection_sample_method": "block"}
+        settings["speculative_config"] = CONFIGS[name]
     with engine_on(folder, device_name, proposer=proposer, **settings) as engine:
         outcomes = engine.generate(prompts, params, arrivals=random.Random(depth))
         statistics = engine.statistics()
