@@ -29,11 +29,13 @@ class KVGroup:
             not in it.
         blocks: [num_blocks, layers, kv_heads, block_size, 2 * head_dim] or, of what is kept once for a block,
             [num_blocks, n]; each block contiguous.
+        is_whole: whether a block has content at all; a drafting network may have done other blocks than the target.
     """
 
     name: str
     fingerprint: str
     blocks: Tensor
+    is_whole: Callable[[int], bool] = lambda _: True
 
     @property
     def block_nbytes(self) -> int:
@@ -104,21 +106,45 @@ class BlockSave:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """What goes from the scheduler to the worker between two steps.
+
+    Attributes:
+        metadata: what the scheduler half built, of the connector's own type; None for nothing.
+        filled_blocks: of the loads in it.
+    """
+
+    metadata: Any
+    filled_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """What the worker half has finished since it was asked last.
 
     Attributes:
         loaded: sequences whose loads have ended, well or not: nothing writes to their blocks any more.
+        complete: blocks of these loads that were filled in all groups.
         saved: blocks whose saves have ended, well or not.
         released: leases that nobody reads from any more.
     """
 
     loaded: tuple[int, ...] = ()
+    complete: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     released: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.loaded or self.saved or self.released)
+
+    def joined(self, other: "Finished") -> "Finished":
+        """What both have."""
+        return Finished(
+            self.loaded + other.loaded,
+            self.complete + other.complete,
+            self.saved + other.saved,
+            self.released + other.released,
+        )
 
 
 Metadata = TypeVar("Metadata")

@@ -1,5 +1,7 @@
 """A smaller language model that drafts."""
 
+import hashlib
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -81,6 +83,12 @@ class CausalNetwork:
             self._head = self._head.rows(kept.to(self._model.device))
             self._to_target = mapping.to_target[kept].to(self._model.device)
             self._input_ids = mapping.input_ids.to(self._model.device)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model, the type of its K and V, and what it is fed."""
+        fed = b"" if self._input_ids is None else self._input_ids.cpu().numpy().tobytes()
+        return hashlib.sha256(self._loaded.fingerprint + str(self._kv_dtype).encode() + fed).hexdigest()
 
     @property
     def kv_shape(self) -> KVShape:

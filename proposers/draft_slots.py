@@ -50,6 +50,7 @@ class DraftSlots:
         self._block_size = block_size
         self._is_fed = is_fed
         self._is_whole = bytearray(num_blocks)
+        self._has_edge = bytearray(b"\1" * num_blocks)  # whether the target's hidden state at its end is known
         self._slots: dict[int, _Slot] = {}
 
     def start(self, slot: int, num_computed: int, block_ids: Sequence[int]) -> SlotStart:
@@ -62,6 +63,9 @@ class DraftSlots:
             while first_whole and whole[first_whole - 1]:
                 first_whole -= 1
             start = SlotStart(max(1, num_computed), max(1, first_whole * self._block_size))
+            if num_cached and not self._has_edge[block_ids[num_cached - 1]]:
+                # The next position would need it: the network begins behind that.
+                start, first_whole = SlotStart(num_computed + 1, num_computed + 1), num_cached + 1
         else:
             num_whole = whole.index(False) if False in whole else num_cached
             first_whole = 0
@@ -108,6 +112,23 @@ class DraftSlots:
             self._is_whole[record.block_ids[index]] = index >= record.first_whole
         record.num_marked = max(record.num_marked, num_full)
 
+    def is_whole(self, block_id: int) -> bool:
+        """Whether the network did a block, and attended to all in front of it."""
+        return bool(self._is_whole[block_id])
+
+    def void(self, block_ids: Sequence[int]) -> None:
+        """The target's part of these blocks will come from elsewhere."""
+        self._forget(block_ids)
+        for block_id in block_ids:
+            self._has_edge[block_id] = False
+
+    def adopt(self, block_ids: Sequence[int]) -> None:
+        """All of these blocks came from elsewhere."""
+        for block_id in block_ids:
+            self._is_whole[block_id] = self._has_edge[block_id] = True
+
     def _forget(self, block_ids: Sequence[int]) -> None:
+        """These blocks are to be computed anew."""
         for block_id in block_ids:
             self._is_whole[block_id] = False
+            self._has_edge[block_id] = True

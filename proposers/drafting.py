@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from connectors.base import KVGroup
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetView
 from proposers.draft_chain import DraftChain
 from proposers.draft_slots import DraftSlots
@@ -45,6 +46,7 @@ class _State:
     memory: BatchMemory
     slots: DraftSlots
     limit: int
+    kv: Tensor
     num_done: Tensor
     first: Tensor
     newest: Tensor
@@ -118,7 +120,8 @@ class NetworkProposer:
         """Allocate K and V, and what is remembered."""
         shape, device = self._network.kv_shape, memory.num_tokens.device
         kv_shape = memory.num_blocks, shape.num_layers, shape.num_kv_heads, memory.block_size, 2 * shape.head_dim
-        self._network.bind_kv(torch.zeros(kv_shape, dtype=shape.dtype, device=device))
+        kv = torch.zeros(kv_shape, dtype=shape.dtype, device=device)
+        self._network.bind_kv(kv)
         counts = torch.zeros(3, memory.num_tokens.shape[0], dtype=torch.int64, device=device)
         kept = edges = None
         if self._num_features:
@@ -127,7 +130,24 @@ class NetworkProposer:
             edges = torch.zeros(memory.num_blocks, self._num_features, dtype=self._dtype, device=device)
         limit = min(self._limit, memory.num_positions)
         slots = DraftSlots(memory.num_blocks, memory.block_size, is_fed=edges is not None)
-        self._state = _State(memory, slots, limit, counts[0], counts[1], counts[2], kept, edges)
+        self._state = _State(memory, slots, limit, kv, counts[0], counts[1], counts[2], kept, edges)
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        """K and V, and the hidden states at the ends of blocks."""
+        state, fingerprint = self._bound, self._network.fingerprint
+        groups = [KVGroup("draft", fingerprint, state.kv, state.slots.is_whole)]
+        if state.edges is not None:
+            groups.append(KVGroup("edge", fingerprint, state.edges, state.slots.is_whole))
+        return groups
+
+    def void(self, block_ids: Sequence[int]) -> None:
+        """What is kept for these blocks is of other tokens."""
+        self._bound.slots.void(block_ids)
+
+    def adopt(self, block_ids: Sequence[int]) -> None:
+        """These blocks need nothing more."""
+        self._bound.slots.adopt(block_ids)
 
     def start(self, start: SequenceStart) -> None:
         """Find out which of its cached blocks the network has done."""

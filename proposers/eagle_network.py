@@ -1,5 +1,7 @@
 """EAGLE and EAGLE-3 heads as networks that draft."""
 
+import hashlib
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,6 +46,7 @@ class EagleNetwork:
         self.max_num_tokens: int | None = config.max_position_embeddings
         self.features: Features = "last" if head.taps is None else head.taps
         self.num_features: int = target.config.hidden_size * (1 if head.taps is None else len(head.taps))
+        self.fingerprint = _fingerprint(head, target, kv_dtype)
         self.to_target = None if head.to_target is None else head.to_target.to(device)
         self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype)
         config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
@@ -86,6 +89,15 @@ class EagleNetwork:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocabulary] float32."""
         return self._head.logits(self._layers.output(hidden))
+
+
+def _fingerprint(head: EagleHead, target: TargetModel, kv_dtype: torch.dtype) -> str:
+    """Of all that K and V, and the target's hidden states beside them, follow from."""
+    digest = hashlib.sha256(f"{target.digest} {target.dtype} {kv_dtype} {head.taps}".encode())
+    for name, tensor in sorted(head.tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _head_dim(config: PreTrainedConfig) -> int:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from connectors.base import KVGroup
 from proposers.base import Proposer
 from server.model.attention import AttentionGroup, AttentionStep
 from server.plan import PlanRow, SequenceStart
@@ -53,6 +54,10 @@ class DraftNetwork(ChainNetwork, Protocol):
     Token p of a sequence takes position p. A network with `features` is given for it what the target made of the
     token before, so it has nothing for position 0 and never attends to it.
     """
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal where what is kept for a block may be exchanged, the block size apart."""
 
     @property
     def kv_shape(self) -> KVShape:
@@ -144,6 +149,16 @@ class Follower(BatchReader, Protocol):
     @property
     def block_nbytes(self) -> int:
         """Bytes that it keeps for each block of the target's KV."""
+
+    @property
+    def kv_groups(self) -> Sequence[KVGroup]:
+        """What it keeps for each block, once it is bound."""
+
+    def void(self, block_ids: Sequence[int]) -> None:
+        """These blocks will be filled from elsewhere, what it keeps for them perhaps not."""
+
+    def adopt(self, block_ids: Sequence[int]) -> None:
+        """All that it keeps for these blocks came from elsewhere."""
 
     def start(self, start: SequenceStart) -> None:
         """A sequence takes a slot; the batch's memory knows of it."""

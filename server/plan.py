@@ -8,6 +8,7 @@ counts are upper bounds; the device knows the true ones.
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from connectors.base import Finished, TransferPlan
 from server.engine.protocol import PositionLogprobs
 from server.request import Request
 
@@ -68,12 +69,14 @@ class StepPlan:
     """One step: first fill the started slots, then run the rows.
 
     Attributes:
+        transfers: what a connector is to begin with it.
         num_proposed: most drafts of a row to propose for the step after it; more may be where that costs nothing.
     """
 
     starts: tuple[SequenceStart, ...]
     rows: tuple[PlanRow, ...]
     num_proposed: int = MAX_PROPOSED
+    transfers: TransferPlan | None = None
 
 
 class RowResult(NamedTuple):
@@ -122,3 +125,9 @@ class Executor(Protocol):
 
     def settle(self, handle: Any) -> StepResult:
         """Wait for a launched step; each handle is settled once, in launch order."""
+
+    def begin_transfers(self, transfers: TransferPlan) -> None:
+        """Have a connector begin what it was ordered, without a step; only called where there is one."""
+
+    def poll_transfers(self) -> tuple[Finished, frozenset[int]]:
+        """What a connector has done since the last call, and blocks it could not load; only where there is one."""

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
 """Steps that may fail in a row before the engine gives up: the device is then beyond repair."""
+REST_S = 0.005
+"""How long the step thread waits for news while requests wait for something else than a step."""
 
 
 class NativeEngine:
@@ -62,6 +64,7 @@ class NativeEngine:
         speculation: SpeculationControl | None = None,
         warm_up: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
+        on_stopped: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         make_blocked_clock: Callable[[], Callable[[], float]] = blocked_clock,
     ) -> None:
@@ -70,7 +73,7 @@ class NativeEngine:
         stream_interval: tokens of a choice that gather before they are streamed; the first goes at once.
         speculation: what may change of it while requests run; nothing, if None.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
-        on_stop: called when the step thread is to end.
+        on_stop: called when the step thread is to end. on_stopped: called once it has ended; may take seconds.
         make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
         """
         self._scheduler = scheduler
@@ -85,6 +88,7 @@ class NativeEngine:
         self._speculation = speculation or SpeculationControl(None, (), scheduler.drafts)
         self._warm_up = warm_up
         self._on_stop = on_stop
+        self._on_stopped = on_stopped
         self._clock = clock
         self._make_blocked_clock = make_blocked_clock
         self._live: dict[str, LiveRequest] = {}
@@ -94,6 +98,7 @@ class NativeEngine:
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._undelivered: list[SequenceOutput] = []
         self._num_failed_steps = 0
+        self._is_resting = False
         self._awaiting_quiet: tuple[Callable[[], None], float] | None = None
         self._snapshot = scheduler.statistics()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -137,6 +142,7 @@ class NativeEngine:
         self._on_stop()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._on_stopped)
         self._close_all(EngineDead("the server was stopped"))
 
     def now(self) -> float:
@@ -295,15 +301,18 @@ class NativeEngine:
     def _take_messages(self) -> bool:
         """Run what others left; wait for more while there is nothing to do. Returns: False to stop."""
         is_idle = not (self._scheduler.has_requests or self._in_flight or self._awaiting_quiet)
+        is_waiting = is_idle or self._is_resting
         try:
-            message = self._inbox.get(block=is_idle)
-            if is_idle:
+            message = self._inbox.get(block=is_waiting, timeout=None if is_idle else REST_S)
+            if is_waiting:
                 self._blocked_s = self._blocked_clock()  # waiting for work is no loss
             while message is not None:
                 message()
                 message = self._inbox.get_nowait()
             return False
         except queue.Empty:
+            if is_waiting:
+                self._blocked_s = self._blocked_clock()
             return True
 
     def _set_speculation(self, change: SpeculationChange, changed: "asyncio.Future[SpeculationState]") -> None:
@@ -330,7 +339,15 @@ class NativeEngine:
             logger.warning("%s", error)
 
     def _step(self) -> None:
+        external = self._scheduler.external
+        if external is not None:
+            finished, bad_blocks = self._executor.poll_transfers()
+            if finished:
+                self._scheduler.update_transfers(finished, bad_blocks)
         plan = self._scheduler.schedule()
+        if plan is None and external is not None and (transfers := external.plan()) is not None:
+            self._executor.begin_transfers(transfers)
+        self._is_resting = plan is None and not self._in_flight
         if plan is not None:
             launched_s = self._clock()
             self._in_flight.append((plan, self._launch(plan), launched_s))

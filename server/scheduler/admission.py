@@ -8,6 +8,7 @@ from server.kv.prefix_cache import longest_hit
 from server.plan import SequenceStart
 from server.scheduler.batch import RunningBatch
 from server.scheduler.budget import TokenBudget
+from server.scheduler.external_kv import ExternalKV
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
 from server.scheduler.waiting import WaitingQueue
@@ -26,8 +27,10 @@ class Admission:
         counters: Counters,
         *,
         num_reserved: int = 0,
+        external: ExternalKV | None = None,
     ) -> None:
         """Args: num_reserved: positions behind the known tokens that have a block, too."""
+        self._external = external
         self._num_reserved = num_reserved
         self._block_size = block_size
         self._pool = pool
@@ -50,11 +53,15 @@ class Admission:
                 continue
             if not self._batch.has_free_slot:
                 break
+            if self._external is not None and not self._external.is_ready(sequence, is_idle=not len(self._batch)):
+                continue
             cached_blocks = self._cached_blocks(sequence)
             num_cached = len(cached_blocks) * self._block_size
             wanted = budget.offer_prompt(len(sequence.token_ids) - num_cached)
             if wanted is None or not self._seat(sequence, cached_blocks):
                 break
+            if self._external is not None:
+                self._external.leave(sequence)
             sequence.restart(num_cached)
             self._waiting.remove(sequence)
             if sequence.scheduled_s is None:

@@ -26,7 +26,14 @@ class ChoiceMaker:
         num_drafts = self._speculative_tokens(request)
         choices: list[Sequence] = []
         for choice in range(request.sampling.n):
-            shares_blocks = choice > 0 and len(request.prompt_token_ids) > self._info.block_size
+            done: tuple[int, ...] = ()
+            key = sampling_key(request.sampling.seed, choice)
+            if request.continuation is not None:
+                state = request.continuation.choices[choice]
+                if state is None:
+                    continue
+                done, key = state.token_ids, state.key
+            shares_blocks = bool(choices) and len(request.prompt_token_ids) > self._info.block_size
             sequence = Sequence(
                 seq_id=self._next_seq_id,
                 request=request,
@@ -34,17 +41,17 @@ class ChoiceMaker:
                 order=(primary, self._next_seq_id),
                 hashes=BlockHashes(root, self._info.block_size),
                 num_speculative_tokens=num_drafts,
-                key=sampling_key(request.sampling.seed, choice),
+                key=key,
                 drafts_on_host=self._info.drafts_on_host and num_drafts > 0,
                 leader=choices[0] if shares_blocks else None,
-                token_ids=list(request.prompt_token_ids),
+                token_ids=[*request.prompt_token_ids, *done],
             )
             self._next_seq_id += 1
             choices.append(sequence)
         return choices
 
     def _speculative_tokens(self, request: Request) -> int:
-        if not request.speculation.enabled:
+        if not request.speculation.enabled or request.hands_on:
             return 0
         wanted = request.speculation.num_speculative_tokens
         most = self._info.num_speculative_tokens

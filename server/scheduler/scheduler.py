@@ -6,10 +6,13 @@ whose KV is computed; each step spends a token budget on closing the gap, plus d
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+from connectors.base import ConnectorScheduler, Finished
 from server.config import SchedulerConfig
 from server.engine.protocol import EngineStatistics, FinishReason
 from server.kv.block_pool import BlockPool
+from server.kv_handle import ChoiceState
 from server.plan import PlanRow, RowResult, SequenceStart, StepPlan, StepResult
 from server.request import ModelInfo, Request
 from server.scheduler.admission import Admission
@@ -18,6 +21,7 @@ from server.scheduler.budget import TokenBudget
 from server.scheduler.choices import ChoiceMaker
 from server.scheduler.draft_control import DraftControl
 from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
+from server.scheduler.external_kv import ExternalKV
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.speculation_watch import SpeculationWatch
@@ -35,6 +39,7 @@ class Scheduler:
 
     Attributes:
         holds_admission: while set, sequences that never ran wait; those that were preempted go on.
+        external: KV that comes from elsewhere and goes there; None without a connector.
     """
 
     def __init__(
@@ -47,11 +52,15 @@ class Scheduler:
         clock: Callable[[], float],
         draft_policy: DraftPolicy | None = None,
         num_lookahead_tokens: int = 0,
+        connector: ConnectorScheduler[Any] | None = None,
+        fails_on_bad_loads: bool = False,
     ) -> None:
         """Args:
         draft_policy: as many drafts as the model's proposer makes, if None.
         num_lookahead_tokens: positions behind those of a step that a proposer writes to. The first of them is that of
             the step's newest token, and has a block always; the others have one where there are enough.
+        connector: brings blocks from elsewhere and takes them there.
+        fails_on_bad_loads: a request whose blocks could not be loaded ends with an error; otherwise they are computed.
         """
         self._config = config
         self._pool = pool
@@ -61,6 +70,7 @@ class Scheduler:
         self._batch = RunningBatch(pool, config.max_num_seqs)
         self._waiting = WaitingQueue()
         self.counters = Counters()
+        self.external = None if connector is None else ExternalKV(connector, pool, self._block_size)
         self._admission = Admission(
             config,
             self._block_size,
@@ -69,10 +79,12 @@ class Scheduler:
             self._batch,
             self.counters,
             num_reserved=min(1, num_lookahead_tokens),
+            external=self.external,
         )
         self._by_id: dict[int, Sequence] = {}
         self._by_request: dict[str, list[Sequence]] = {}
         self._drafts = DraftControl(draft_policy or FixedPolicy(model_info.num_speculative_tokens))
+        self._fails_on_bad_loads = fails_on_bad_loads
         self._num_lookahead_tokens = num_lookahead_tokens
         self._num_reserved = min(1, num_lookahead_tokens)
         self._earliest_deadline_s = math.inf
@@ -147,7 +159,8 @@ class Scheduler:
         self.counters.num_steps += 1
         is_decoding = all(row.is_sampling and row.num_query == 1 + row.num_drafts for row in rows)
         num_proposed = self._drafts.launch(now, len(rows), is_decoding=is_decoding)
-        return StepPlan(tuple(starts), tuple(rows), num_proposed)
+        transfers = None if self.external is None else self.external.plan()
+        return StepPlan(tuple(starts), tuple(rows), num_proposed, transfers)
 
     def _launch_row(self, sequence: Sequence, wanted: InFlight, end: int, new_block_ids: list[int]) -> PlanRow:
         assert sequence.slot is not None
@@ -300,6 +313,21 @@ class Scheduler:
             output = output._replace(finish_reason=reason, stop_token_id=stop_token_id)
             self._end(sequence)
         self._outputs.append(output)
+        if reason is None and sequence.request.hands_on:
+            self._hand_on(sequence, now)
+
+    def _hand_on(self, sequence: Sequence, now: float) -> None:
+        """End a choice whose first token was streamed, for another node to go on with."""
+        state = ChoiceState(tuple(sequence.token_ids[sequence.num_prompt :]), sequence.key)
+        end: SequenceOutput | None = self._output(sequence, now)._replace(
+            finish_reason=FinishReason.HANDED_ON, handed_on=state
+        )
+        assert end is not None
+        if self.external is not None:
+            end = self.external.hand_on(sequence, end)
+        self._end(sequence)
+        if end is not None:
+            self._outputs.append(end)
 
     def _publish(self, sequence: Sequence) -> None:
         """Share the blocks that are full of settled tokens."""
@@ -307,7 +335,20 @@ class Scheduler:
         hashes = sequence.hashes.up_to(sequence.token_ids, num_full)
         for i in range(sequence.num_published, num_full):
             self._pool.publish(sequence.block_ids[i], hashes[i])
+            if self.external is not None:
+                self.external.offer(sequence.block_ids[i], hashes[i])
         sequence.num_published = num_full
+
+    def update_transfers(self, finished: Finished, bad_blocks: frozenset[int]) -> None:
+        """Take in what a connector has done since the last time."""
+        assert self.external is not None
+        outputs, failed = self.external.settle(finished, bad_blocks)
+        self._outputs += outputs
+        if self._fails_on_bad_loads:
+            now = self._clock()
+            for sequence in failed:
+                if not sequence.is_finished:
+                    self._fail(sequence, Failure.BROKEN, "its KV could not be loaded", now)
 
     def _expire(self, now: float) -> None:
         """End requests whose deadline has passed; a queued one is never started."""
@@ -339,8 +380,12 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._by_request[sequence.request.request_id]
+            if self.external is not None:
+                self.external.forget(sequence.request.request_id)
         if sequence.slot is None:
             self._waiting.remove(sequence)
+            if self.external is not None:
+                self.external.leave(sequence)
         else:
             self._batch.remove(sequence)
 

@@ -128,6 +128,7 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         """Whether prompt positions are still to be reported; cached KV has no logits for them."""
         wanted = self.request.sampling.prompt_logprobs is not None and self.choice == 0
+        wanted = wanted and self.request.continuation is None
         return wanted and len(self.prompt_logprobs) < self.num_prompt - 1
 
     def is_ready(self) -> bool:

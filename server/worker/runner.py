@@ -1,6 +1,7 @@
 """Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from connectors.base import ConnectorWorker, Finished, TransferPlan
 from proposers.base import HostProposer, Proposer
 from proposers.chain import Arrangement
 from server.model.head import LMHead
@@ -31,6 +33,7 @@ from server.worker.slot_info import SlotInfo
 from server.worker.step_inputs import StepInputs
 from server.worker.target import Target, TargetOutputs
 from server.worker.transfer import Transfer
+from server.worker.transfers import Transfers
 
 MIN_UPLOAD_NBYTES = 1 << 20
 """Room for a step's uploads besides the longest prompt; what does not fit takes memory of its own."""
@@ -80,11 +83,14 @@ class Runner:
         max_tokens: int,
         proposers: Sequence[Proposer | HostProposer],
         acceptance: Acceptance,
+        connector: ConnectorWorker[Any] | None = None,
+        fingerprint: str = "",
     ) -> None:
         """Args:
         kv: see kv_tensors.allocate_kv.
         max_tokens: longest sequence, prompt and output together.
         proposers: each row's drafts are from the first that has some; none is no speculation.
+        connector: moves blocks in and out. fingerprint: hex, of the KV that may be exchanged.
         """
         arranged = Arrangement.of(proposers, head.vocab_size)
         on_device, max_drafts = arranged.on_device, arranged.num_speculative_tokens
@@ -109,6 +115,9 @@ class Runner:
         self._target = Target(model, kv, self.batch, self._drafting.tapped)
         for reader in arranged.readers:
             reader.bind(self.batch.memory(num_blocks=kv.shape[0], block_size=kv.shape[3]))
+        self._transfers = None
+        if connector is not None:
+            self._transfers = Transfers(connector, kv, fingerprint, arranged.followers)
         self._generation = Generation(
             self.batch, head, self._logits_processor, self._drafting, acceptance, vocabulary, max_drafts=max_drafts
         )
@@ -142,8 +151,19 @@ class Runner:
         if self._host_drafting is not None and drafts is not None:
             self._host_drafting.apply(drafts)
         caught_up = self._drafting.begin(plan.starts, plan.rows, is_followed=is_drafting)
-        outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
+        with nullcontext() if self._transfers is None else self._transfers.step(plan.transfers):
+            outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
         return StepHandle(inputs, outputs, flight, self._transfer, proposes=plan.num_proposed > 0, caught_up=caught_up)
+
+    def begin_transfers(self, transfers: TransferPlan) -> None:
+        """Have a connector begin what it was ordered, without a step."""
+        assert self._transfers is not None
+        self._transfers.begin(transfers)
+
+    def poll_transfers(self) -> tuple[Finished, frozenset[int]]:
+        """What a connector has done since the last call, and which blocks it could not load."""
+        assert self._transfers is not None
+        return self._transfers.poll()
 
     def _lay_out(self, plan: StepPlan, flight: Flight) -> _Layout:
         """The layout of a plan; the last step's, which the device still has, if it decodes the same rows again."""

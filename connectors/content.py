@@ -1,0 +1,224 @@
+"""A connector that finds blocks by their content, in a store that it only knows as such."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from connectors.base import (
+    BlockLoad,
+    BlockSave,
+    Connector,
+    ConnectorContext,
+    ConnectorScheduler,
+    ConnectorWorker,
+    Finished,
+    KVCaches,
+    KVGroup,
+    KVRequest,
+)
+from connectors.host_blocks import HostBlocks
+from connectors.store import BlockStore
+from connectors.threads import Threads
+from server.kv_handle import KVHandle
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 2.0
+"""How long a sequence waits to be told what the store has."""
+PAUSE_S = 5.0
+"""After a lookup that was not answered in time, the store is left alone for so long."""
+NUM_THREADS = 4
+
+
+def namespace(group: KVGroup, block_size: int) -> str:
+    """What the bytes of a group's blocks mean."""
+    return f"{group.fingerprint}-{group.name}-{block_size}"
+
+
+def content_connector(name: str, store: BlockStore, context: ConnectorContext) -> Connector:
+    """Both halves on a store, which is closed with them. Args: name: of the kind of store, as in the configuration."""
+    worker = ContentWorker(store, context)
+    return Connector(ContentScheduler(name, store, context), worker)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentMetadata:
+    """What is to be done next."""
+
+    loads: tuple[BlockLoad, ...]
+    saves: tuple[BlockSave, ...]
+
+
+@dataclass(slots=True)
+class _Lookup:
+    """A question to the store: how many blocks it has from the first one on; None until it has answered."""
+
+    first_block: int
+    until_s: float
+    num_found: int | None = None
+
+
+class ContentScheduler(ConnectorScheduler[ContentMetadata]):
+    """Asks the store on a thread of its own, and orders what it was told of."""
+
+    def __init__(self, name: str, store: BlockStore, context: ConnectorContext) -> None:
+        self._name = name
+        self._store = store
+        self._context = context
+        self._namespace = f"{context.fingerprint}-target-{context.block_size}"
+        self._asking = Threads("outrider-kv-find", 1)
+        self._lookups: dict[int, _Lookup] = {}
+        self._paused_until_s = -1.0
+        self._loads: list[BlockLoad] = []
+        self._saves: list[BlockSave] = []
+
+    def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
+        """None until the store has answered; 0 if it did not in time."""
+        block_size = self._context.block_size
+        first_block = num_computed_tokens // block_size
+        now = self._context.clock()
+        lookup = self._lookups.get(request.seq_id)
+        if lookup is None:
+            if not self._context.is_consumer or first_block >= len(request.hashes) or now < self._paused_until_s:
+                return 0
+            lookup = self._lookups[request.seq_id] = _Lookup(first_block, now + LOOKUP_TIMEOUT_S)
+            self._asking.submit(partial(self._ask, lookup, list(request.hashes[first_block:])))
+            return None
+        if lookup.num_found is None:
+            if now < lookup.until_s:
+                return None
+            logger.warning("the %s store does not answer; it is left alone for %g s", self._name, PAUSE_S)
+            self._paused_until_s = now + PAUSE_S
+        del self._lookups[request.seq_id]
+        return max(0, lookup.first_block + (lookup.num_found or 0) - first_block) * block_size
+
+    def _ask(self, lookup: _Lookup, hashes: Sequence[bytes]) -> None:
+        num_found = 0
+        try:
+            num_found = self._store.find(self._namespace, hashes)
+        finally:
+            lookup.num_found = num_found
+            self._context.notify()
+
+    def update_state_after_alloc(self, load: BlockLoad) -> None:
+        """Order it with the next metadata."""
+        self._loads.append(load)
+
+    @property
+    def wants_saves(self) -> bool:
+        """Whether KV may leave."""
+        return self._context.is_producer
+
+    def save(self, saves: Sequence[BlockSave]) -> None:
+        """Order them all with the next metadata."""
+        self._saves += saves
+
+    def build_connector_meta(self) -> ContentMetadata | None:
+        """What was ordered since the last one."""
+        if not self._loads and not self._saves:
+            return None
+        metadata = ContentMetadata(tuple(self._loads), tuple(self._saves))
+        self._loads, self._saves = [], []
+        return metadata
+
+    def request_finished(self, request: KVRequest, block_ids: Sequence[int]) -> KVHandle | None:
+        """Whoever goes on finds the blocks by their hashes, once they are saved."""
+        if not self._context.is_producer:
+            return None
+        return KVHandle(
+            connector=self._name,
+            engine_id=self._context.engine_id,
+            address="",
+            lease_id="",
+            num_tokens=len(block_ids) * self._context.block_size,
+            block_ids=(),
+            block_size=self._context.block_size,
+            fingerprint=self._context.fingerprint,
+        )
+
+    def cancel(self, seq_id: int) -> None:
+        """Forget a question; a load that was ordered goes on to its end."""
+        self._lookups.pop(seq_id, None)
+
+
+class ContentWorker(ConnectorWorker[ContentMetadata]):
+    """Loads and saves on threads of its own, straight from and to the blocks where these are in host memory."""
+
+    def __init__(self, store: BlockStore, context: ConnectorContext) -> None:
+        self._store = store
+        self._context = context
+        self._threads = Threads("outrider-kv", NUM_THREADS)
+        self._groups: list[tuple[str, KVGroup, HostBlocks]] = []
+        self._ended: deque[Finished] = deque()
+        self._bad_blocks: deque[frozenset[int]] = deque()
+        self._errors: frozenset[int] = frozenset()
+
+    def register_kv_caches(self, caches: KVCaches) -> None:
+        """Use these blocks."""
+        self._groups = [
+            (namespace(group, caches.block_size), group, HostBlocks(group.blocks, NUM_THREADS))
+            for group in caches.groups
+        ]
+
+    def start_load_kv(self, metadata: ContentMetadata) -> None:
+        """Hand everything to the threads, loads first."""
+        for _, _, blocks in self._groups:
+            blocks.mark()
+        for load in metadata.loads:
+            self._threads.submit(partial(self._load, load))
+        for save in metadata.saves:
+            self._threads.submit(partial(self._save, save))
+
+    def get_finished(self) -> Finished:
+        """What the threads have ended."""
+        finished, bad = Finished(), frozenset[int]()
+        for _ in range(len(self._ended)):
+            bad |= self._bad_blocks.popleft()
+            finished = finished.joined(self._ended.popleft())
+        self._errors = bad
+        return finished
+
+    def get_block_ids_with_load_errors(self) -> frozenset[int]:
+        """Blocks that the store could not fill, and those behind them, which it was not asked for."""
+        return self._errors
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Let what was ordered end, as far as time is left; then close the store."""
+        if self._threads.end(timeout_s):
+            self._store.close()
+
+    def _load(self, load: BlockLoad) -> None:
+        num_good, complete = 0, []
+        try:
+            for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
+                filled = [self._fill(index, block_id, block_hash) for index in range(len(self._groups))]
+                if not filled[0]:
+                    break
+                num_good += 1
+                if all(filled):
+                    complete.append(block_id)
+        except Exception:
+            logger.exception("loading blocks failed")
+        self._end(Finished(loaded=(load.seq_id,), complete=tuple(complete)), frozenset(load.block_ids[num_good:]))
+
+    def _fill(self, index: int, block_id: int, block_hash: bytes) -> bool:
+        name, _, blocks = self._groups[index]
+        with blocks.writing(block_id) as buffer:
+            return self._store.load(name, block_hash, buffer)
+
+    def _save(self, save: BlockSave) -> None:
+        try:
+            for name, group, blocks in self._groups:
+                if group.is_whole(save.block_id):
+                    with blocks.reading(save.block_id) as data:
+                        self._store.save(name, save.block_hash, data)
+        except Exception:
+            logger.exception("saving a block failed")
+        self._end(Finished(saved=(save.block_id,)), frozenset())
+
+    def _end(self, finished: Finished, bad_blocks: frozenset[int]) -> None:
+        self._bad_blocks.append(bad_blocks)
+        self._ended.append(finished)
+        self._context.notify()

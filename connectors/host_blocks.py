@@ -1,0 +1,69 @@
+"""KV blocks as bytes in host memory: the blocks themselves on the CPU, copies of them elsewhere."""
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class HostBlocks:
+    """Buffers for reading and writing the blocks of a group; used from several threads at a time."""
+
+    def __init__(self, blocks: Tensor, num_threads: int) -> None:
+        """Args: blocks: [num_blocks, ...], each block contiguous. num_threads: that use a block at a time."""
+        self._blocks = blocks.flatten(1).view(torch.uint8)
+        self._is_host = blocks.device.type == "cpu"
+        self._stages: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._stream: torch.cuda.Stream | None = None
+        self._written: torch.cuda.Event | None = None
+        if not self._is_host:
+            self._stream = torch.cuda.Stream(blocks.device)
+            for _ in range(num_threads):
+                self._stages.put(torch.empty(self._blocks.shape[1], dtype=torch.uint8, pin_memory=True))
+
+    def mark(self) -> None:
+        """Whatever is read from now on is as the device will have it after what is queued there; the step thread's."""
+        if self._stream is not None:
+            self._written = torch.cuda.Event()
+            self._written.record(torch.cuda.current_stream(self._stream.device))
+
+    @contextmanager
+    def reading(self, block_id: int) -> Iterator[memoryview]:
+        """The bytes of a block that nobody writes to meanwhile."""
+        if self._is_host:
+            yield memoryview(self._blocks[block_id].numpy())
+            return
+        with self._stage() as stage:
+            self._copy(self._blocks[block_id], stage)
+            yield memoryview(stage.numpy())
+
+    @contextmanager
+    def writing(self, block_id: int) -> Iterator[memoryview]:
+        """A buffer that is in the block once the context was left."""
+        if self._is_host:
+            yield memoryview(self._blocks[block_id].numpy())
+            return
+        with self._stage() as stage:
+            yield memoryview(stage.numpy())
+            self._copy(stage, self._blocks[block_id])
+
+    @contextmanager
+    def _stage(self) -> Iterator[Tensor]:
+        stage = self._stages.get()
+        try:
+            yield stage
+        finally:
+            self._stages.put(stage)
+
+    def _copy(self, source: Tensor, to: Tensor) -> None:
+        """Between host and device, on a stream of its own; returns when it is done."""
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            to.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        done.synchronize()
