@@ -37,10 +37,9 @@ def namespace(group: KVGroup, block_size: int) -> str:
     return f"{group.fingerprint}-{group.name}-{block_size}"
 
 
-def content_connector(name: str, store: BlockStore, context: ConnectorContext) -> Connector:
-    """Both halves on a store, which is closed with them. Args: name: of the kind of store, as in the configuration."""
-    worker = ContentWorker(store, context)
-    return Connector(ContentScheduler(name, store, context), worker)
+def content_connector(store: BlockStore, context: ConnectorContext) -> Connector:
+    """Both halves on a store, which is closed with them."""
+    return Connector(ContentScheduler(store, context), ContentWorker(store, context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,7 @@ class _Lookup:
 class ContentScheduler(ConnectorScheduler[ContentMetadata]):
     """Asks the store on a thread of its own, and orders what it was told of."""
 
-    def __init__(self, name: str, store: BlockStore, context: ConnectorContext) -> None:
-        self._name = name
+    def __init__(self, store: BlockStore, context: ConnectorContext) -> None:
         self._store = store
         self._context = context
         self._namespace = f"{context.fingerprint}-target-{context.block_size}"
@@ -89,7 +87,7 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         if lookup.num_found is None:
             if now < lookup.until_s:
                 return None
-            logger.warning("the %s store does not answer; it is left alone for %g s", self._name, PAUSE_S)
+            logger.warning("the %s store does not answer; it is left alone for %g s", self._context.name, PAUSE_S)
             self._paused_until_s = now + PAUSE_S
         del self._lookups[request.seq_id]
         return max(0, lookup.first_block + (lookup.num_found or 0) - first_block) * block_size
@@ -128,7 +126,7 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         if not self._context.is_producer:
             return None
         return KVHandle(
-            connector=self._name,
+            connector=self._context.name,
             engine_id=self._context.engine_id,
             address="",
             lease_id="",
