@@ -111,6 +111,7 @@ def make_core(
     accuracy: float = 0.7,
     draft_policy: DraftPolicy | None = None,
     num_lookahead_tokens: int = 0,
+    executor_class: type[FakeExecutor] = FakeExecutor,
     **config: Any,
 ) -> Core:
     """A scheduler with its executor; `config` are SchedulerConfig fields."""
@@ -127,7 +128,7 @@ def make_core(
         draft_policy=draft_policy,
         num_lookahead_tokens=num_lookahead_tokens,
     )
-    executor = FakeExecutor(
+    executor = executor_class(
         random.Random(seed),
         block_size=block_size,
         max_drafts=max_drafts,

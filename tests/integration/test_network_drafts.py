@@ -35,7 +35,7 @@ def params(**more: Any) -> list[SamplingParams]:
     return [SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **kind, **more}) for kind in turns]
 
 
-def itself(folder: Path, **settings: object) -> dict[str, object]:
+def itself(folder: Path, **settings: object) -> dict[str, Any]:
     return {
         "speculative_config": {"method": "draft_model", "model": str(folder), "num_speculative_tokens": K, **settings},
         "speculation_metrics": "detailed",
@@ -71,7 +71,7 @@ def test_every_draft_is_kept(
     folder: Path, device_name: str, expected: list[list[int]], depth: int, budget: int
 ) -> None:
     """In new slots and used ones, behind computed prompts and cached ones, at every place in a block."""
-    settings = {"pipeline_depth": depth, "max_num_batched_tokens": budget, "max_num_seqs": 4}
+    settings: dict[str, Any] = {"pipeline_depth": depth, "max_num_batched_tokens": budget, "max_num_seqs": 4}
     with engine_on(folder, device_name, **itself(folder), **settings) as engine:
         first, again = (engine.generate(prompts(), params()) for _ in range(2))
     assert any(outcome.num_cached_tokens for outcome in again)
@@ -91,7 +91,7 @@ def test_choices_share_what_both_networks_keep_of_the_prompt(folder: Path, devic
 
 
 def test_preempted_sequences_go_on_drafting(folder: Path, device_name: str, expected: list[list[int]]) -> None:
-    settings = {"kv_cache_memory_bytes": 420_000, "max_num_seqs": 8}
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 420_000, "max_num_seqs": 8}
     with engine_on(folder, device_name, **itself(folder), **settings) as engine:
         outcomes = engine.generate(prompts(), params())
         assert engine.statistics().num_preemptions > 0
@@ -137,6 +137,7 @@ def test_drafts_end_where_the_context_does(folder: Path, device_name: str) -> No
     texts = [prompts()[-1][:40], prompts()[-1][:60]]
     with engine_on(folder, device_name) as engine:
         plain = engine.generate(texts, sampling)
+    limits: dict[str, Any]
     for limits in ({"max_model_len": 90}, {}):
         config = itself(folder, **({} if limits else {"max_model_len": 64}))
         with engine_on(folder, device_name, **config, **limits) as engine:
@@ -156,7 +157,7 @@ def test_drafts_end_where_the_cache_does(folder: Path, device_name: str, method:
     chosen = {"model": str(folder)} if method == "draft_model" else {"num_layers": 1}
     config = {"method": method, "num_speculative_tokens": K, **chosen}
     size = 7 * 16 * 2 * 2 * 2 * 16 * 4
-    cache = {"pipeline_depth": depth, "kv_cache_memory_bytes": size * (2 if method == "draft_model" else 1)}
+    cache: dict[str, Any] = {"pipeline_depth": depth, "kv_cache_memory_bytes": size * (2 if method == "draft_model" else 1)}
     with engine_on(folder, device_name) as engine:
         plain = engine.generate([prompts()[-1][:50]], sampling)
     with engine_on(folder, device_name, speculative_config=config, **cache) as engine:

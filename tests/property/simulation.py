@@ -11,7 +11,7 @@ from server.request import Request
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.sequence import Sequence
 from tests.fakes.core import Core, make_core, make_request
-from tests.fakes.executor import VOCAB_SIZE, InjectedError, reference, token_logprobs
+from tests.fakes.executor import VOCAB_SIZE, FakeExecutor, InjectedError, reference, token_logprobs
 
 MAX_STALLED_STEPS = 3
 """Steps the first sequence may go without a row: one that ends it is in flight, one waits for a held-back victim,
@@ -68,7 +68,15 @@ class Simulation:
     `depth` steps are launched ahead of the one being settled, as the engine does.
     """
 
-    def __init__(self, seed: int, *, depth: int, policy: str, writes_kv: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        depth: int,
+        policy: str,
+        writes_kv: bool = False,
+        executor_class: type[FakeExecutor] = FakeExecutor,
+    ) -> None:
         """Args: writes_kv: whether drafting writes to the sequences' blocks."""
         self.rng = rng = random.Random(seed)
         self.depth = depth
@@ -93,6 +101,7 @@ class Simulation:
             seed=seed,
             accuracy=rng.choice((0.0, 0.5, 0.9, 1.0)),
             num_lookahead_tokens=self.max_drafts if writes_kv else 0,
+            executor_class=executor_class,
             **self.config,
         )
         self.core.executor.row_error_rate = rng.choice((0.0, 0.0, 0.01))
