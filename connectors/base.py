@@ -233,7 +233,8 @@ class ConnectorContext:
     """What a connector is built with.
 
     Attributes:
-        name: of the connector, as in the configuration. engine_id: new with each start. notify: something has finished; from any thread.
+        name: of the connector, as in the configuration. engine_id: new with each start.
+        notify: something has finished; from any thread.
         extra_config: `kv_connector_extra_config`.
         is_producer, is_consumer: whether KV may leave, and come in.
         clock: seconds, monotonic.

@@ -132,7 +132,6 @@ class NetworkProposer:
         slots = DraftSlots(memory.num_blocks, memory.block_size, is_fed=edges is not None)
         self._state = _State(memory, slots, limit, kv, counts[0], counts[1], counts[2], kept, edges)
 
-    @property
     def kv_groups(self) -> Sequence[KVGroup]:
         """K and V, and the hidden states at the ends of blocks."""
         state, fingerprint = self._bound, self._network.fingerprint

@@ -150,7 +150,6 @@ class Follower(BatchReader, Protocol):
     def block_nbytes(self) -> int:
         """Bytes that it keeps for each block of the target's KV."""
 
-    @property
     def kv_groups(self) -> Sequence[KVGroup]:
         """What it keeps for each block, once it is bound."""
 

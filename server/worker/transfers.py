@@ -20,7 +20,7 @@ class Transfers:
         self._connector = connector
         self._followers = followers
         groups = [KVGroup("target", fingerprint, kv)]
-        groups += [group for follower in followers for group in follower.kv_groups]
+        groups += [group for follower in followers for group in follower.kv_groups()]
         connector.register_kv_caches(KVCaches(tuple(groups), block_size=kv.shape[3]))
 
     @contextmanager
