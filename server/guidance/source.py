@@ -9,7 +9,7 @@ from server.guidance.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
-
+    from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[ \t\n\r]{1,40}"
 """What may stand between two tokens of JSON. Without a bound, models that are unsure go on with it to the end."""
@@ -38,7 +38,7 @@ def grammar_source(params: StructuredOutputsParams, language: "type[LLMatcher]")
 
 def _json_source(schema: Any, language: "type[LLMatcher]") -> str:
     """Args: schema: plain JSON values, so that the text of them keeps its place in the larger one it goes into."""
-    defaults: dict[str, Any] | None = None
+    defaults: JsonCompileOptions | None = None
     if isinstance(schema, dict):
         options = schema.get("x-guidance")
         if not (isinstance(options, dict) and "whitespace_flexible" in options):  # which a pattern would overrule
