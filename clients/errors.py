@@ -3,6 +3,7 @@
 OutriderClientError           base; `code` is the gRPC status code
 ├── InvalidRequestError       correct the request; `violations` name the fields
 ├── DuplicateRequestError     the request id is in use by a live request
+├── WrongRoleError            ask a node of another role
 ├── OverloadedError           try again after `retry_after_s`
 ├── MessageTooLargeError      a message is over the server's or the client's limit
 ├── DeadlineExceededError     `timeout_s` passed
@@ -52,6 +53,10 @@ class DuplicateRequestError(OutriderClientError):
     """A live request has this id."""
 
 
+class WrongRoleError(OutriderClientError):
+    """The node does another part of disaggregated requests; `--role` says which."""
+
+
 class OverloadedError(OutriderClientError):
     """The server's queue is full."""
 
@@ -90,6 +95,7 @@ class UnexpectedStatusError(OutriderClientError):
 
 _PLAIN: dict[grpc.StatusCode, type[OutriderClientError]] = {
     grpc.StatusCode.ALREADY_EXISTS: DuplicateRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: WrongRoleError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CancelledCallError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,

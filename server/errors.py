@@ -3,6 +3,7 @@
 OutriderError
 ├── InvalidRequest      the caller's fault; `violations` name the fields
 ├── DuplicateRequest    the id is in use by a live request
+├── WrongRole           ask a node of another role
 ├── Overloaded          try again after `retry_after_s`
 ├── DeadlineExceeded    the caller's deadline passed
 ├── RequestFailed       this request alone broke; `error_id` is in the log
@@ -38,6 +39,10 @@ class InvalidRequest(OutriderError):
         """An error about one field."""
         return cls(FieldViolation(field, description))
 
+    def under(self, path: str) -> "InvalidRequest":
+        """The same, of fields below that path."""
+        return InvalidRequest(*(FieldViolation(f"{path}.{v.field}", v.description) for v in self.violations))
+
 
 class DuplicateRequest(OutriderError):
     """A live request already has this id; that one goes on unharmed."""
@@ -45,6 +50,10 @@ class DuplicateRequest(OutriderError):
     def __init__(self, request_id: str) -> None:
         super().__init__(f"request_id {request_id!r} is in use by a live request")
         self.request_id = request_id
+
+
+class WrongRole(OutriderError):
+    """This node does another part of disaggregated requests than was asked of it."""
 
 
 class Overloaded(OutriderError):

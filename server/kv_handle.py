@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from server.token_logprobs import PositionLogprobs
+
 
 @dataclass(frozen=True, slots=True)
 class KVHandle:
@@ -33,12 +35,15 @@ class ChoiceState:
     Attributes:
         token_ids: generated there, at least one.
         key: 63 bits that all randomness of the choice follows from.
-        num_delivered_chars: of its text, that the caller has already.
+        num_delivered_tokens: leading ones that the caller has, with their text; the others are held back as their text
+            is incomplete, or may turn into a stop string.
+        logprobs: of those that are held back, where asked for.
     """
 
     token_ids: tuple[int, ...]
     key: int
-    num_delivered_chars: int = 0
+    num_delivered_tokens: int = 0
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

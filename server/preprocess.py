@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from server.continuation_check import check_continuation
 from server.errors import FieldViolation, InvalidRequest
 from server.guidance.compiler import GrammarCompiler
 from server.guidance.grammar import Grammar
 from server.guidance.params import StructuredOutputsParams
+from server.kv_handle import Continuation
 from server.request import ModelInfo, Request, SamplingParams, SpeculationOptions
 from server.tokenizer import Tokenizer, longest_token
 
@@ -87,12 +89,15 @@ class Preprocessor:
         cache_salt: str = "",
         arrival_s: float = 0.0,
         deadline_s: float | None = None,
+        hands_on: bool = False,
+        continuation: Continuation | None = None,
     ) -> Request:
         """A Request that fits the model. Field names in errors are paths of the wire contract.
 
         Args:
             sampling: `max_tokens` None means to the end of the context or of the KV pool.
             arrival_s, deadline_s: on the engine's clock.
+            hands_on, continuation: see Request; checked here, but for its texts.
         Raises: InvalidRequest.
         """
         check_request_id(request_id)
@@ -101,6 +106,9 @@ class Preprocessor:
         bad_words = tuple(ids for i, word in enumerate(sampling.bad_words) for ids in self._bad_word_ids(i, word))
         token_ids = self._prompt_ids(prompt)
         fitted = self._fit(sampling, len(token_ids), _FIELDS[type(prompt)])
+        if continuation is not None:
+            check_continuation(continuation, fitted, len(token_ids), self.model_info.vocab_size)
+            fitted = replace(fitted, prompt_logprobs=None)  # they were reported where it began
         resolved = self._resolved(speculation, sampling)
         eos = () if sampling.ignore_eos else self.model_info.eos_token_ids
         grammar = None
@@ -119,6 +127,8 @@ class Preprocessor:
             cache_salt=cache_salt,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
+            hands_on=hands_on,
+            continuation=continuation,
         )
 
     def tokenize(self, prompt: TextPrompt | ChatPrompt, *, add_special_tokens: bool = True) -> list[int]:

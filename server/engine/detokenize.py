@@ -2,10 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from server.engine.protocol import PositionLogprobs
 from server.engine.stop_strings import find_stop, held_back_length
+from server.errors import InvalidRequest
+from server.kv_handle import ChoiceState
 from server.request import SamplingParams
 
 REPLACEMENT = "\ufffd"
@@ -144,6 +147,28 @@ class ChoiceText:
         self._text = self._text[: match.end if self._include_stop else match.start]
         return match.stop
 
+    def resume(self, state: ChoiceState) -> None:
+        """Take in what another node has generated, and drop what it has delivered; before anything else.
+
+        Raises: InvalidRequest where that node would have ended the choice, or cannot have delivered so much.
+        """
+        logprobs = iter(state.logprobs)
+        for i, token_id in enumerate(state.token_ids):
+            is_held_back = i >= state.num_delivered_tokens
+            stop = self.push(token_id, next(logprobs, None) if is_held_back else None, is_stop_token=False)
+            if stop is not None:
+                raise InvalidRequest.of("token_ids", f"they complete the stop string {stop!r}: the choice has ended")
+        count = state.num_delivered_tokens
+        if count > len(self._ends):
+            raise InvalidRequest.of("delivered_tokens", f"the text of only {len(self._ends)} tokens is complete")
+        if count:
+            self._drop(count)
+
+    def handed_on(self, state: ChoiceState) -> ChoiceState:
+        """The same with what the caller has of it."""
+        num_delivered = self.num_tokens - len(self._token_ids)
+        return replace(state, num_delivered_tokens=num_delivered, logprobs=tuple(self._logprobs))
+
     def _mark_complete(self) -> None:
         while len(self._ends) < len(self._token_ids):
             self._ends.append(len(self._text))
@@ -157,9 +182,16 @@ class ChoiceText:
         count = bisect_right(self._ends, len(self._text) - held_back_length(self._text, self._stops))
         if count == 0:
             return None
-        end = self._ends[count - 1]
-        piece = Piece(self._text[:end], tuple(self._token_ids[:count]), tuple(self._logprobs[:count]))
-        self._text = self._text[end:]
-        del self._token_ids[:count], self._logprobs[:count]
-        self._ends = [later - end for later in self._ends[count:]]
+        piece = Piece(
+            self._text[: self._ends[count - 1]], tuple(self._token_ids[:count]), tuple(self._logprobs[:count])
+        )
+        del self._logprobs[:count]
+        self._drop(count)
         return piece
+
+    def _drop(self, count: int) -> None:
+        """Forget the first tokens, at least one, with their text; it is complete."""
+        end = self._ends[count - 1]
+        self._text = self._text[end:]
+        del self._token_ids[:count]
+        self._ends = [later - end for later in self._ends[count:]]

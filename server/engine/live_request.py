@@ -13,7 +13,8 @@ from server.engine.protocol import (
 )
 from server.engine.speculation_log import SpeculationLog
 from server.engine.stream import Mailbox
-from server.errors import OutriderError
+from server.errors import InvalidRequest, OutriderError
+from server.kv_handle import ChoiceState
 from server.request import Request
 from server.scheduler.outputs import SequenceOutput
 
@@ -26,11 +27,23 @@ class Choice:
         self.index = index
         self.text = ChoiceText(decoder, request.prompt_token_ids, request.sampling)
         self.is_finished = False
+        if request.continuation is not None:
+            self._resume(request.continuation.choices[index])
         self._num_cached = 0
         self._scheduled_s: float | None = None
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._speculation = SpeculationLog(request.speculation)
+
+    def _resume(self, state: ChoiceState | None) -> None:
+        """Go on where another node has stopped; the choice may have ended there."""
+        if state is None:
+            self.is_finished = True
+            return
+        try:
+            self.text.resume(state)
+        except InvalidRequest as error:
+            raise error.under(f"continuation.choices[{self.index}]") from None
 
     def take_in(self, output: SequenceOutput) -> tuple[FinishReason, int | str | None] | None:
         """Add an output's tokens, left to right. Returns: why the choice ends, with what matched, if it does."""
@@ -55,8 +68,11 @@ class Choice:
         self._last_token_s = output.settled_s
         self._speculation.add(output.num_drafted, output.num_accepted, output.step_time)
 
-    def finished(self, reason: FinishReason, stop_reason: int | str | None, now: float) -> Finished:
-        """The closing event."""
+    def finished(
+        self, reason: FinishReason, stop_reason: int | str | None, now: float, output: SequenceOutput | None = None
+    ) -> Finished:
+        """The closing event. Args: output: the choice's last, if it ends by itself."""
+        state = None if output is None else output.handed_on
         return Finished(
             index=self.index,
             finish_reason=reason,
@@ -66,6 +82,8 @@ class Choice:
             num_cached_tokens=self._num_cached,
             timing=self._timing(now),
             speculation=self._speculation.stats(),
+            handed_on=None if state is None else self.text.handed_on(state),
+            source=None if output is None else output.source,
         )
 
     def _timing(self, now: float) -> Timing:
@@ -112,10 +130,10 @@ class LiveRequest:
         return self.is_submitted and self._num_open == 0
 
     def submit(self, request: Request, decoder: Decoder) -> None:
-        """Take in the tokenised request."""
-        self.request = request
+        """Take in the tokenised request. Raises: InvalidRequest, if it goes on in a way that cannot be."""
         self._choices = [Choice(decoder, request, index) for index in range(request.sampling.n)]
-        self._num_open = request.sampling.n
+        self._num_open = sum(not choice.is_finished for choice in self._choices)
+        self.request = request
 
     def deliver(self, output: SequenceOutput) -> bool:
         """Turn an output into stream events.
@@ -129,12 +147,14 @@ class LiveRequest:
         if not self.is_started or output.prompt_logprobs:
             self._start(output)
         end = choice.take_in(output)
-        piece = choice.text.take(is_final=end is not None)
+        # Whoever goes on with it streams what is held back here.
+        is_final = end is not None and end[0] is not FinishReason.HANDED_ON
+        piece = choice.text.take(is_final=is_final)
         if piece is not None:
             self.mailbox.put_piece(choice.index, piece)
         if end is None:
             return False
-        self._finish(choice, *end, now=output.settled_s)
+        self._finish(choice, *end, now=output.settled_s, output=output)
         return output.finish_reason is None
 
     def _start(self, output: SequenceOutput) -> None:
@@ -142,7 +162,10 @@ class LiveRequest:
         if not self.is_started:
             self.is_started = True
             num_prompt = len(self.request.prompt_token_ids)
-            self.mailbox.put_first(Started(self.request.request_id, num_prompt, output.num_cached_tokens))
+            prompt_token_ids = self.request.prompt_token_ids if self.request.hands_on else ()
+            self.mailbox.put_first(
+                Started(self.request.request_id, num_prompt, output.num_cached_tokens, prompt_token_ids)
+            )
         if output.prompt_logprobs:
             self.mailbox.put_first(PromptLogprobs(output.prompt_logprobs))
 
@@ -169,9 +192,16 @@ class LiveRequest:
                 self.mailbox.finished.append(choice.finished(FinishReason.ABORT, None, now))
         self.mailbox.close(error)
 
-    def _finish(self, choice: Choice, reason: FinishReason, stop_reason: int | str | None, now: float) -> None:
+    def _finish(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        now: float,
+        output: SequenceOutput | None = None,
+    ) -> None:
         self._close(choice)
-        self.mailbox.put_finished(choice.finished(reason, stop_reason, now))
+        self.mailbox.put_finished(choice.finished(reason, stop_reason, now, output))
 
     def _close(self, choice: Choice) -> None:
         choice.is_finished = True

@@ -12,6 +12,8 @@ from typing import Protocol
 from server.kv_handle import ChoiceState, KVHandle
 from server.request import ModelInfo, Request
 from server.speculation_state import SpeculationChange, SpeculationState
+from server.token_logprobs import PositionLogprobs as PositionLogprobs
+from server.token_logprobs import TokenLogprob as TokenLogprob
 
 
 class FinishReason(enum.Enum):
@@ -24,29 +26,16 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token, its natural-log probability under the raw distribution, its rank from 1."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """The token at a position and the likeliest ones there, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
-    """The request was scheduled for the first time."""
+    """The request was scheduled for the first time.
+
+    Attributes: prompt_token_ids: of a request that is handed on; whoever goes on with it needs the same ones.
+    """
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

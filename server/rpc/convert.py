@@ -6,10 +6,12 @@ Runs in the tokenizer pool: a list of a million ids is not copied on the event l
 from collections.abc import Mapping
 
 from protos.outrider.v1 import inference_pb2 as pb
-from server.errors import FieldViolation, InvalidRequest
+from server.errors import InvalidRequest
 from server.guidance.params import StructuredOutputsParams
+from server.kv_handle import ChoiceState, Continuation, KVHandle
 from server.preprocess import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from server.request import SamplingParams, SpeculationMetrics, SpeculationOptions
+from server.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, SpeculationMetrics, SpeculationOptions
+from server.token_logprobs import PositionLogprobs, TokenLogprob
 
 _OPTIONAL_SCALARS = (
     "temperature",
@@ -65,9 +67,7 @@ def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float
         values["structured_outputs"] = _structured_outputs(message)
         return SamplingParams(**values)  # type: ignore[arg-type]  # each has the type of the field it was read from
     except InvalidRequest as error:
-        raise InvalidRequest(
-            *(FieldViolation(f"sampling.{violation.field}", violation.description) for violation in error.violations)
-        ) from None
+        raise error.under("sampling") from None
 
 
 def _structured_outputs(message: pb.SamplingParams) -> StructuredOutputsParams | None:
@@ -83,6 +83,55 @@ def _structured_outputs(message: pb.SamplingParams) -> StructuredOutputsParams |
         case "choice":
             return StructuredOutputsParams(choice=tuple(message.choice.choices))
     return None
+
+
+def continuation_from_proto(request: pb.GenerateRequest) -> Continuation | None:
+    """What another node has done of it, None if nothing; whether it fits the request is checked with that.
+
+    Raises: InvalidRequest for lists that no node makes, before they are copied.
+    """
+    if not request.HasField("continuation"):
+        return None
+    message = request.continuation
+    if len(message.choices) > MAX_CHOICES:
+        raise InvalidRequest.of("continuation.choices", f"at most {MAX_CHOICES}, got {len(message.choices)}")
+    choices = tuple(
+        None if state.ended else _choice_state(state, f"continuation.choices[{i}]")
+        for i, state in enumerate(message.choices)
+    )
+    return Continuation(choices, _kv_handle(message.source) if message.HasField("source") else None)
+
+
+def _choice_state(message: pb.ChoiceState, path: str) -> ChoiceState:
+    for i, position in enumerate(message.logprobs):
+        if len(position.top) > MAX_LOGPROBS:
+            raise InvalidRequest.of(f"{path}.logprobs[{i}].top", f"at most {MAX_LOGPROBS}, got {len(position.top)}")
+    return ChoiceState(
+        token_ids=tuple(message.token_ids),
+        key=message.key,
+        num_delivered_tokens=message.delivered_tokens,
+        logprobs=tuple(
+            PositionLogprobs(_token_logprob(position.chosen), tuple(map(_token_logprob, position.top)))
+            for position in message.logprobs
+        ),
+    )
+
+
+def _token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, message.rank)
+
+
+def _kv_handle(message: pb.KvHandle) -> KVHandle:
+    return KVHandle(
+        connector=message.connector,
+        engine_id=message.engine_id,
+        address=message.address,
+        lease_id=message.lease_id,
+        num_tokens=message.num_tokens,
+        block_ids=tuple(message.block_ids),
+        block_size=message.block_size,
+        fingerprint=message.fingerprint,
+    )
 
 
 def speculation_from_proto(message: pb.SpeculationOptions) -> SpeculationOptions:

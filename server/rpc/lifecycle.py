@@ -16,6 +16,7 @@ from server.preprocess import Preprocessor
 from server.rpc.address import check_address, tcp_address
 from server.rpc.admin_socket import AdminSocket
 from server.rpc.malformed import MalformedMessages
+from server.rpc.roles import Role
 from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -28,7 +29,16 @@ class GrpcServer:
     Health is NOT_SERVING until `set_serving`, and again from the first moment of `stop`.
     """
 
-    def __init__(self, config: ServerConfig, engine: Engine, preprocessor: Preprocessor, events: EventBus) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: Engine,
+        preprocessor: Preprocessor,
+        events: EventBus,
+        *,
+        role: Role = "both",
+    ) -> None:
+        """Args: role: which part of requests this node does."""
         from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
         from server.rpc.health import HealthService
@@ -47,6 +57,7 @@ class GrpcServer:
             self._grammar_pool,
             events,
             max_message_bytes=config.max_message_bytes,
+            role=role,
         )
         add_InferenceServicer_to_server(service, self._server)
         add_HealthServicer_to_server(self._health, self._server)

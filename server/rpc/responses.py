@@ -14,6 +14,7 @@ from server.engine.protocol import (
     Started,
     TokenLogprob,
 )
+from server.kv_handle import ChoiceState, KVHandle
 from server.request import ModelInfo
 
 _POSITION_NBYTES = 16 << 10
@@ -23,6 +24,7 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+    FinishReason.HANDED_ON: pb.FINISH_REASON_HANDED_ON,
 }
 
 TokenText = Callable[[int], str]
@@ -33,7 +35,10 @@ def started_to_proto(event: Started) -> pb.GenerateResponse:
     """The message for a request that was scheduled."""
     return pb.GenerateResponse(
         started=pb.Started(
-            request_id=event.request_id, prompt_tokens=event.num_prompt_tokens, cached_tokens=event.num_cached_tokens
+            request_id=event.request_id,
+            prompt_tokens=event.num_prompt_tokens,
+            cached_tokens=event.num_cached_tokens,
+            prompt_token_ids=event.prompt_token_ids,
         )
     )
 
@@ -91,6 +96,8 @@ def finished_to_proto(event: Finished) -> pb.GenerateResponse:
             accepted_per_step=event.speculation.accepted_per_step,
             is_synthetic=event.speculation.is_synthetic,
         ),
+        handed_on=None if event.handed_on is None else _choice_state(event.handed_on),
+        source=None if event.source is None else _kv_handle(event.source),
     )
     if isinstance(event.stop_reason, str):
         message.stop_string = event.stop_reason
@@ -125,6 +132,19 @@ def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(
         **{field.name: getattr(statistics, field.name) for field in pb.GetStatsResponse.DESCRIPTOR.fields}
     )
+
+
+def _choice_state(state: ChoiceState) -> pb.ChoiceState:
+    return pb.ChoiceState(
+        token_ids=state.token_ids,
+        key=state.key,
+        delivered_tokens=state.num_delivered_tokens,
+        logprobs=_positions(state.logprobs, lambda _: ""),
+    )
+
+
+def _kv_handle(handle: KVHandle) -> pb.KvHandle:
+    return pb.KvHandle(**{field.name: getattr(handle, field.name) for field in pb.KvHandle.DESCRIPTOR.fields})
 
 
 def _delta(

@@ -18,7 +18,12 @@ from server.events import EventBus, TokensStreamed
 from server.preprocess import Preprocessor, TokensPrompt, check_request_id
 from server.request import Request, SamplingParams
 from server.rpc.call import CallRecord, recorded_call
-from server.rpc.convert import prompt_from_proto, sampling_from_proto, speculation_from_proto
+from server.rpc.convert import (
+    continuation_from_proto,
+    prompt_from_proto,
+    sampling_from_proto,
+    speculation_from_proto,
+)
 from server.rpc.responses import (
     delta_to_proto,
     finished_to_proto,
@@ -28,6 +33,7 @@ from server.rpc.responses import (
     started_to_proto,
     statistics_to_proto,
 )
+from server.rpc.roles import Role, hands_on
 from server.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -52,6 +58,7 @@ class InferenceService(InferenceServicer):
         events: EventBus,
         *,
         max_message_bytes: int,
+        role: Role = "both",
     ) -> None:
         """Args:
         pool: runs what may block; its threads bound how much of that there is at a time.
@@ -62,6 +69,7 @@ class InferenceService(InferenceServicer):
         self._pool = pool
         self._grammar_pool = grammar_pool
         self._events = events
+        self._role = role
         self._max_positions = positions_per_message(max_message_bytes)
         self._live_ids: set[str] = set()
 
@@ -75,10 +83,11 @@ class InferenceService(InferenceServicer):
             request_id = request.request_id if request.HasField("request_id") else str(uuid.uuid4())
             check_request_id(request_id)
             record.request_id = request_id
+            is_handed_on = hands_on(request, self._role)
             with self._reserved(request_id):
                 stream = self._engine.open(request_id, deadline_s=deadline_s)
                 try:
-                    await self._stream(stream, request, arrival_s, deadline_s, context, record)
+                    await self._stream(stream, request, is_handed_on, arrival_s, deadline_s, context, record)
                 finally:
                     self._engine.abort(request_id)
                     record.choices = tuple(stream.finished)
@@ -143,6 +152,7 @@ class InferenceService(InferenceServicer):
         self,
         stream: RequestStream,
         message: pb.GenerateRequest,
+        is_handed_on: bool,
         arrival_s: float,
         deadline_s: float | None,
         context: Context,
@@ -152,7 +162,7 @@ class InferenceService(InferenceServicer):
 
         async def prepare() -> None:
             request = await self._in_pool(
-                lambda: self._build(message, stream.request_id, arrival_s, deadline_s),
+                lambda: self._build(message, stream.request_id, is_handed_on, arrival_s, deadline_s),
                 self._pool if message.sampling.WhichOneof("constraint") is None else self._grammar_pool,
             )
             record.num_prompt_tokens = len(request.prompt_token_ids)
@@ -206,7 +216,12 @@ class InferenceService(InferenceServicer):
         )
 
     def _build(
-        self, message: pb.GenerateRequest, request_id: str, arrival_s: float, deadline_s: float | None
+        self,
+        message: pb.GenerateRequest,
+        request_id: str,
+        is_handed_on: bool,
+        arrival_s: float,
+        deadline_s: float | None,
     ) -> Request:
         return self._preprocessor.build(
             prompt_from_proto(message),
@@ -217,6 +232,8 @@ class InferenceService(InferenceServicer):
             cache_salt=message.cache_salt,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
+            hands_on=is_handed_on,
+            continuation=continuation_from_proto(message),
         )
 
     def _tokenize(self, request: pb.TokenizeRequest) -> list[int]:

@@ -18,6 +18,7 @@ from server.errors import (
     OutriderError,
     Overloaded,
     RequestFailed,
+    WrongRole,
 )
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ ERROR_DOMAIN = "outrider"
 CODES: dict[type[OutriderError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     DuplicateRequest: grpc.StatusCode.ALREADY_EXISTS,
+    WrongRole: grpc.StatusCode.FAILED_PRECONDITION,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestFailed: grpc.StatusCode.INTERNAL,

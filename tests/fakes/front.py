@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from clients.aio import AsyncClient
 from clients.retry import RetryPolicy
@@ -53,22 +54,24 @@ class Front:
 
 
 @asynccontextmanager
-async def running_front(engine: Engine, tokenizer: Tokenizer, **settings: object) -> AsyncIterator[Front]:
+async def running_front(
+    engine: Engine, tokenizer: Tokenizer, *, role: Any = "both", **settings: object
+) -> AsyncIterator[Front]:
     """Serve `engine` until the block ends; `settings` are ServerConfig fields."""
     preprocessor = Preprocessor(tokenizer, engine.model_info)
-    async with running_server(engine, preprocessor, EventBus(), **settings) as front:
+    async with running_server(engine, preprocessor, EventBus(), role=role, **settings) as front:
         yield front
 
 
 @asynccontextmanager
 async def running_server(
-    engine: Engine, preprocessor: Preprocessor, bus: EventBus, **settings: object
+    engine: Engine, preprocessor: Preprocessor, bus: EventBus, *, role: Any = "both", **settings: object
 ) -> AsyncIterator[Front]:
     """The same with a preprocessor and a bus that are there already."""
     config = ServerConfig.model_validate({"port": 0, "shutdown_timeout_seconds": 0, **settings})
     events: list[Event] = []
     bus.subscribe(events.append)
-    server = GrpcServer(config, engine, preprocessor, bus)
+    server = GrpcServer(config, engine, preprocessor, bus, role=role)
     port = await server.start()
     await server.set_serving()
     target = f"unix:{config.uds}" if config.uds else f"127.0.0.1:{port}"

@@ -6,11 +6,20 @@ from typing import Any
 import pytest
 
 from protos.outrider.v1 import inference_pb2 as pb
+from server.engine.protocol import Finished, FinishReason, SpeculationStats, Timing
 from server.errors import InvalidRequest
 from server.guidance.params import StructuredOutputsParams
+from server.kv_handle import ChoiceState, Continuation, KVHandle
 from server.preprocess import ChatPrompt, TextPrompt, TokensPrompt
 from server.request import SamplingParams, SpeculationOptions
-from server.rpc.convert import prompt_from_proto, sampling_from_proto, speculation_from_proto
+from server.rpc.convert import (
+    continuation_from_proto,
+    prompt_from_proto,
+    sampling_from_proto,
+    speculation_from_proto,
+)
+from server.rpc.responses import finished_to_proto
+from server.token_logprobs import PositionLogprobs, TokenLogprob
 
 FLOATS = (
     "temperature",
@@ -197,3 +206,32 @@ def test_speculation_presence() -> None:
     unknown.MergeFromString(b"\x18\x07")  # field 3, of a newer client
     with pytest.raises(InvalidRequest, match=r"speculation\.metrics: must be SUMMARY \(1\) or DETAILED \(2\), got 7"):
         speculation_from_proto(unknown)
+
+
+def test_what_is_handed_on_comes_back_as_it_was() -> None:
+    state = ChoiceState(
+        (5, 6), 2**63 - 1, 1, (PositionLogprobs(TokenLogprob(6, -0.5, 2), (TokenLogprob(4, -0.25, 1),)),)
+    )
+    source = KVHandle("tcp", "engine", "127.0.0.1:7000", "lease", 32, (4, 2**32 - 1), 16, "ab")
+    response = finished_to_proto(
+        Finished(0, FinishReason.HANDED_ON, None, 40, 2, 0, Timing(), SpeculationStats(), state, source)
+    ).finished
+    assert response.finish_reason == pb.FINISH_REASON_HANDED_ON
+    continuation = pb.Continuation(choices=[pb.ChoiceState(ended=True), response.handed_on], source=response.source)
+    request = pb.GenerateRequest(continuation=continuation)
+    assert continuation_from_proto(request) == Continuation((None, state), source)
+
+
+def test_without_a_source_nothing_is_held() -> None:
+    assert continuation_from_proto(pb.GenerateRequest()) is None
+    request = pb.GenerateRequest(continuation=pb.Continuation(choices=[pb.ChoiceState(token_ids=[5])]))
+    assert continuation_from_proto(request) == Continuation((ChoiceState((5,), 0),), None)
+
+
+def test_lists_that_no_node_makes_are_refused_before_they_are_copied() -> None:
+    choices = pb.Continuation(choices=[pb.ChoiceState(token_ids=[5])] * 65)
+    with pytest.raises(InvalidRequest, match=r"continuation\.choices: at most 64, got 65"):
+        continuation_from_proto(pb.GenerateRequest(continuation=choices))
+    likeliest = pb.ChoiceState(token_ids=[5], logprobs=[pb.PositionLogprobs(top=[pb.TokenLogprob()] * 65)])
+    with pytest.raises(InvalidRequest, match=r"continuation.choices\[0\].logprobs\[0\].top: at most 64"):
+        continuation_from_proto(pb.GenerateRequest(continuation=pb.Continuation(choices=[likeliest])))

@@ -20,12 +20,14 @@ from server.errors import (
     OutriderError,
     Overloaded,
     RequestFailed,
+    WrongRole,
 )
 from server.rpc.status import CODES, status_of, status_of_cancellation
 
 ERRORS: list[tuple[OutriderError, type[client_errors.OutriderClientError]]] = [
     (InvalidRequest.of("sampling.top_p", "must be above 0"), client_errors.InvalidRequestError),
     (DuplicateRequest("r"), client_errors.DuplicateRequestError),
+    (WrongRole("ask another"), client_errors.WrongRoleError),
     (Overloaded("the queue is full", retry_after_s=1.25), client_errors.OverloadedError),
     (DeadlineExceeded("r", "queued"), client_errors.DeadlineExceededError),
     (RequestFailed("logits are NaN", error_id="abc"), client_errors.RequestFailedError),
