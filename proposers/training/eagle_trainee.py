@@ -148,6 +148,6 @@ def _initialise(trainee: EagleTrainee, target: TargetModel) -> None:
     layers, size = trainee.layers, trainee.layers.config.hidden_size
     layers.fc.weight.mul_(0.1)
     layers.fc.weight[:, -size:] += torch.eye(size, device=layers.fc.weight.device)
-    final = getattr(target.model.base_model, "norm", None)
-    if isinstance(getattr(final, "weight", None), Tensor):
-        layers.norm.weight.copy_(final.weight)
+    final = dict(target.model.base_model.named_parameters()).get("norm.weight")
+    if final is not None:
+        layers.norm.weight.copy_(final)

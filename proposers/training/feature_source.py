@@ -64,7 +64,7 @@ def feature_source(rows: PackedRows, target: TargetFeatures, rows_at_a_time: int
     room = int(torch.cuda.mem_get_info(device)[0] * _SHARE) if device.type == "cuda" else _CPU_NBYTES
     if nbytes > room:
         logger.info(
-            "features: %d MiB do not fit into %d MiB, so the target computes them in each step",
+            "features: %d MiB are too many for %d MiB: computed in each step",
             nbytes >> 20,
             room >> 20,
         )

@@ -71,6 +71,14 @@ class Measures:
         """The tally of a line."""
         return self._tallies.setdefault(line, Tally(line.k))
 
+    def mean_lengths(self) -> dict[str, float]:
+        """Of texts of every kind, those that repeat themselves included, by how they and their drafts were drawn."""
+        return {
+            f"temperature {line.temperature:g}, {line.drafts} drafts": tally.mean_length
+            for line, tally in self._tallies.items()
+            if line.kind == ALL_KINDS and not line.is_low_repetition
+        }
+
     def entries(self) -> list[dict[str, Any]]:
         """Every line with its numbers, as plain values."""
         names = ("how", "method", "split", "kind", "temperature", "drafts", "is_low_repetition", "k")

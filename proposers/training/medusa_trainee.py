@@ -1,4 +1,4 @@
-"""Medusa heads in training: residual blocks on the target's last hidden state, its own output projection behind them."""
+"""Medusa heads in training: residual blocks on the target's last hidden state, its output projection behind them."""
 
 from collections.abc import Mapping
 
@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from proposers.base import TargetModel
+from proposers.checkpoint import Checkpoint
+from server.errors import ModelError
 
 
 class MedusaTrainee(nn.Module):
@@ -19,15 +21,17 @@ class MedusaTrainee(nn.Module):
         super().__init__()
         device, size = target.model.device, target.config.hidden_size
         self.to_target = to_target.to(device)
-        self.blocks = nn.ModuleList([nn.Linear(size, size, device=device) for _ in range(num_heads)])
-        for parameter in self.blocks.parameters():
-            nn.init.zeros_(parameter)
+        blocks = [nn.Linear(size, size, device=device) for _ in range(num_heads)]
+        for block in blocks:
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+        self.blocks = nn.ModuleList(blocks)
         self._dtype = target.dtype
         self._output = target.head.rows(self.to_target)
 
     def states(self, last: Tensor) -> list[Tensor]:
         """[n, hidden] -> what the output projection takes for each head, [n, hidden] each."""
-        last = last.to(self.blocks[0].weight.dtype)
+        last = last.float()
         return [last + functional.silu(block(last)) for block in self.blocks]
 
     def logits(self, state: Tensor) -> Tensor:
@@ -43,9 +47,15 @@ class MedusaTrainee(nn.Module):
         }
         return {**own, "token_map": self.to_target}
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights by those names."""
-        for head, block in enumerate(self.blocks):
-            block.load_state_dict(
-                {name: tensors[f"blocks.{head}.layers.0.{name}"].float() for name in ("weight", "bias")}
-            )
+
+def load_medusa(checkpoint: Checkpoint, target: TargetModel) -> MedusaTrainee:
+    """Heads as they are exported. Raises: ModelError if they do not fit."""
+    tensors = checkpoint.tensors
+    num_heads = sum(name.endswith(".layers.0.weight") for name in tensors)
+    if "token_map" not in tensors or num_heads == 0:
+        raise ModelError(f"{checkpoint.folder} holds no Medusa heads of the kind that is trained here")
+    trainee = MedusaTrainee(target, tensors["token_map"].long(), num_heads)
+    for head, block in enumerate(trainee.blocks):
+        prefix = f"blocks.{head}.layers.0."
+        block.load_state_dict({name: tensors[prefix + name].float() for name in ("weight", "bias")})
+    return trainee

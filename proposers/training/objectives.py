@@ -19,8 +19,9 @@ class Judged:
     """How well the drafts of each depth fit; [depths] each, means over the places they were made for.
 
     Attributes:
-        loss: cross-entropy in nats. agreement: share whose likeliest tokens are the same, of those it knows. overlap: probability that a
-            draft drawn at the temperature is kept. The last two are None unless asked for.
+        loss: cross-entropy in nats.
+        agreement: share whose likeliest token is the target's likeliest of those the head knows.
+        overlap: probability that a draft drawn at the temperature is kept. Both are None unless asked for.
     """
 
     loss: Tensor
@@ -85,8 +86,12 @@ class _Depths:
 class EagleObjective:
     """An EAGLE-3 head unrolled over its own drafts."""
 
-    def __init__(self, trainee: EagleTrainee, target: TargetModel, *, num_passes: int, temperature: float) -> None:
+    def __init__(
+        self, trainee: EagleTrainee, target: TargetModel, *, num_passes: int, temperature: float, compiles: bool = False
+    ) -> None:
+        """Args: compiles: whether the unrolled head is compiled, which takes a minute and makes steps shorter."""
         self.trainee = trainee
+        self._unroll = torch.compile(trainee.unroll) if compiles else trainee.unroll
         self._teacher = _Teacher(target, trainee.to_target, temperature)
         self._num_passes = num_passes
         self._temperature = temperature
@@ -97,7 +102,7 @@ class EagleObjective:
         probabilities = self._teacher.probabilities(features, places)
         positions = rows.positions.flatten()[places]
         depths = _Depths(self._temperature, is_detailed=is_detailed)
-        for index, made in enumerate(self.trainee.unroll(rows, features, self._num_passes)):
+        for index, made in enumerate(self._unroll(rows, features, self._num_passes)):
             logits = self.trainee.logits(made.flatten(0, 1)[places])
             depths.add(logits, probabilities, positions >= 1 + index)
         return depths.judged()

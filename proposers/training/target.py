@@ -22,7 +22,7 @@ _FEW_LAYERS = 4
 
 def load_target(model: str, device: str, dtype: str) -> TargetModel:
     """Load a model for training: its own modules, attention over whole rows. Raises: ConfigError, ModelError."""
-    config = ModelConfig(model=model, device=device, dtype=dtype)  # type: ignore[arg-type]  # pydantic checks it
+    config = ModelConfig(model=model, device=device, dtype=dtype)
     where, _ = choose_device(config.device)
     loaded = load_model(config, where, choose_dtype(config.dtype, where)[0])
     loaded.model.set_attn_implementation("sdpa")
@@ -99,8 +99,9 @@ class TargetFeatures:
             use_cache=False,
         )
         taken = self._taps.take()
-        taps = torch.cat([taken[index].view(*rows.token_ids.shape, -1) for index in self._wanted.taps], dim=-1)
         last: Tensor = outputs.last_hidden_state
+        tapped = [taken[index].view_as(last) for index in self._wanted.taps]
+        taps = torch.cat(tapped, dim=-1) if tapped else last[..., :0]
         return Features(taps, last, *self._normalised(last, rows.token_ids.roll(-1, 1)))
 
     def _normalised(self, last: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
