@@ -27,6 +27,7 @@ class RecordingNetwork:
         cells: by block and offset.
     """
 
+    fingerprint = "0" * 64
     to_target: Tensor | None = None
     kv_shape = KVShape(1, 1, 1, torch.float64)
 

@@ -137,10 +137,9 @@ def test_drafts_end_where_the_context_does(folder: Path, device_name: str) -> No
     texts = [prompts()[-1][:40], prompts()[-1][:60]]
     with engine_on(folder, device_name) as engine:
         plain = engine.generate(texts, sampling)
-    limits: dict[str, Any]
-    for limits in ({"max_model_len": 90}, {}):
-        config = itself(folder, **({} if limits else {"max_model_len": 64}))
-        with engine_on(folder, device_name, **config, **limits) as engine:
+    configs = {**itself(folder), "max_model_len": 90}, itself(folder, max_model_len=64)
+    for config in configs:
+        with engine_on(folder, device_name, **config) as engine:
             outcomes = engine.generate(texts, sampling)
         assert tokens(outcomes) == tokens(plain)
         assert not any(any(steps) for steps in rejections(outcomes))
@@ -156,8 +155,8 @@ def test_drafts_end_where_the_cache_does(folder: Path, device_name: str, method:
     sampling = SamplingParams(max_tokens=46, ignore_eos=True, temperature=0)
     chosen = {"model": str(folder)} if method == "draft_model" else {"num_layers": 1}
     config = {"method": method, "num_speculative_tokens": K, **chosen}
-    size = 7 * 16 * 2 * 2 * 2 * 16 * 4
-    cache: dict[str, Any] = {"pipeline_depth": depth, "kv_cache_memory_bytes": size * (2 if method == "draft_model" else 1)}
+    nbytes = 7 * 16 * 2 * 2 * 2 * 16 * 4 * (2 if method == "draft_model" else 1)
+    cache: dict[str, Any] = {"pipeline_depth": depth, "kv_cache_memory_bytes": nbytes}
     with engine_on(folder, device_name) as engine:
         plain = engine.generate([prompts()[-1][:50]], sampling)
     with engine_on(folder, device_name, speculative_config=config, **cache) as engine:
