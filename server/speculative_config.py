@@ -1,6 +1,5 @@
 """How drafts are made: the one setting that is a mapping, whose keys depend on the method it names."""
 
-import json
 from collections.abc import Mapping
 from typing import Literal, TypeVar, cast
 
@@ -8,6 +7,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from proposers.config import ProposerConfig
 from proposers.registry import config_class
+from server.config_json import read_json
 from server.config_values import Given, Section, build_section, quoted
 from server.errors import ConfigError
 from server.suggestions import did_you_mean
@@ -140,16 +140,8 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
 
     Raises: ConfigError that names every refused value.
     """
-    value = given.value
-    if isinstance(value, str) and value.strip().lower() != "none":
-        try:
-            value = json.loads(value, object_pairs_hook=_each_once)
-        except ConfigError as error:
-            raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {given.source})") from None
-        except (ValueError, RecursionError) as error:  # the latter for brackets in thousands
-            problem = f"must be a JSON object, a list of them or none, got {quoted(value)}: {error}"
-            raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})") from None
-    if value is None or isinstance(value, str):
+    value = read_json(SPECULATIVE_CONFIG, given, "a JSON object, a list of them or none")
+    if value is None:
         return None
     if isinstance(value, SpeculativeConfig):
         return value
@@ -163,16 +155,6 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
                 problem = f"[{i}] must be a mapping, got {quoted(member)}"
             raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})")
     return _parse_members(cast("list[Mapping[object, object]]", members), given.source)
-
-
-def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, which takes the last value of a key in silence. Raises: ConfigError."""
-    items: dict[str, object] = {}
-    for name, value in pairs:
-        if name in items:
-            raise ConfigError(f"{quoted(name)} is given twice")
-        items[name] = value
-    return items
 
 
 def _parse_members(members: list[Mapping[object, object]], source: str) -> SpeculativeConfig:
