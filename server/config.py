@@ -13,6 +13,8 @@ from pydantic import Field, field_validator
 
 from server.config_values import ByteCount, Given, Section, build_section
 from server.errors import ConfigError
+from server.kv_transfer_config import KV_TRANSFER_CONFIG, Role, parse_kv_transfer_config
+from server.kv_transfer_config import KVTransferConfig as KVTransferConfig
 from server.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, parse_speculative_config
 from server.suggestions import did_you_mean
 
@@ -120,6 +122,16 @@ class SchedulerConfig(Section):
     )
 
 
+class DisaggregationConfig(Section):
+    """Prefill and decode on nodes of their own."""
+
+    role: Role = Field(
+        default="both",
+        description="prefill computes prompts and the first token, and hands on; decode goes on with what others have "
+        "begun; both does all of it. The former two need kv-transfer-config",
+    )
+
+
 class ServerConfig(Section):
     """The gRPC front."""
 
@@ -176,6 +188,7 @@ FLAT_SECTIONS: Mapping[str, type[Section]] = {
     "model": ModelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "disaggregation": DisaggregationConfig,
     "server": ServerConfig,
     "observability": ObservabilityConfig,
 }
@@ -184,6 +197,7 @@ FLAT_SECTIONS: Mapping[str, type[Section]] = {
 SETTING_NAMES: tuple[str, ...] = (
     *(name for section in FLAT_SECTIONS.values() for name in section.model_fields),
     SPECULATIVE_CONFIG,
+    KV_TRANSFER_CONFIG,
 )
 
 
@@ -194,6 +208,8 @@ class Config(Section):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     speculative: SpeculativeConfig | None = None
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    kv_transfer: KVTransferConfig | None = None
     server: ServerConfig = ServerConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
 
@@ -228,6 +244,10 @@ class Config(Section):
                 sections["speculative"] = parse_speculative_config(given[SPECULATIVE_CONFIG])
             except ConfigError as error:
                 problems.append(str(error))
+        try:
+            sections["kv_transfer"] = _parse_kv_transfer(given, sections.get("disaggregation"))
+        except ConfigError as error:
+            problems.append(str(error))
         if problems:
             raise ConfigError("; ".join(problems))
         return cls.model_validate(sections)
@@ -238,4 +258,17 @@ class Config(Section):
             name: getattr(getattr(self, key), name) for key in FLAT_SECTIONS for name in FLAT_SECTIONS[key].model_fields
         }
         values[SPECULATIVE_CONFIG] = None if self.speculative is None else self.speculative.plain()
+        values[KV_TRANSFER_CONFIG] = None if self.kv_transfer is None else self.kv_transfer.plain()
         return values
+
+
+def _parse_kv_transfer(given: Mapping[str, Given], disaggregation: Section | None) -> KVTransferConfig | None:
+    """As `parse_kv_transfer_config`, and as the node's role wants it, unless that was refused already."""
+    config = parse_kv_transfer_config(given[KV_TRANSFER_CONFIG]) if KV_TRANSFER_CONFIG in given else None
+    if not isinstance(disaggregation, DisaggregationConfig):
+        return config
+    if config is not None:
+        return config.of_role(disaggregation.role)
+    if disaggregation.role != "both":
+        raise ConfigError(f"role: {disaggregation.role} needs {KV_TRANSFER_CONFIG}, as KV goes to or comes from others")
+    return None

@@ -10,10 +10,12 @@ from typing import cast
 
 import yaml
 
-from proposers.registry import BUILT_IN
+from connectors.registry import BUILT_IN as CONNECTORS
+from proposers.registry import BUILT_IN as PROPOSERS
 from server.config import FLAT_SECTIONS, SETTING_NAMES, Config
 from server.config_values import Given, accepted_values, choices
 from server.errors import ConfigError
+from server.kv_transfer_config import KV_TRANSFER_CONFIG
 from server.speculative_config import SPECULATIVE_CONFIG
 from server.suggestions import did_you_mean
 
@@ -75,8 +77,16 @@ def add_arguments(
         action="append" if takes_several else "store",
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help=f"JSON object, a list of them, or none for no speculation; method is one of {', '.join(BUILT_IN)}, "
+        help=f"JSON object, a list of them, or none for no speculation; method is one of {', '.join(PROPOSERS)}, "
         f"or module:Class of another; num_speculative_tokens and all other keys: docs/speculative.md (default: none)",
+    )
+    group = parser.add_argument_group("How KV leaves and reaches this node")
+    group.add_argument(
+        _flag(KV_TRANSFER_CONFIG),
+        metavar="JSON",
+        default=argparse.SUPPRESS,
+        help=f"JSON object, or none; kv_connector is one of {', '.join(CONNECTORS)}, or module:Class of another; "
+        "all other keys: docs/disaggregated.md (default: none)",
     )
 
 

@@ -89,6 +89,8 @@ def accepted_values(field: FieldInfo) -> str:
     annotation: object = field.annotation
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(annotation))) + ", or none"
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     kinds: dict[object, str] = {
@@ -99,8 +101,9 @@ def accepted_values(field: FieldInfo) -> str:
         tuple[float, ...]: "a list of numbers",
         dict[int, int]: "a mapping of integers to integers",
     }
+    kind = kinds.get(annotation) or ("a list" if typing.get_origin(annotation) is tuple else "a mapping")
     limits = " and ".join(_limits(field.metadata))
-    return " ".join(filter(None, [kinds[annotation], limits])) + (", or none" if accepts_none(field) else "")
+    return " ".join(filter(None, [kind, limits])) + (", or none" if accepts_none(field) else "")
 
 
 def _limits(metadata: Iterable[object]) -> Iterable[str]:
@@ -141,9 +144,27 @@ def build_section(section: type[SectionT], given: Mapping[str, Given], *, prefix
     except ValidationError as error:
         problems = []
         for name, rule in refusals(section, values, error):
-            source = (given[name] if name else next(iter(given.values()))).source
+            source = (given.get(name) or next(iter(given.values()))).source
             problems.append(f"{(prefix + name).rstrip('.')}: {rule} (from {source})")
         raise ConfigError("; ".join(problems)) from None
+
+
+def read_section(section: type[SectionT], values: Mapping[str, object], path: str) -> SectionT:
+    """The section with these values over its defaults.
+
+    Args: path: goes before field names in messages; validators that read sections in this one have it from `path_of`.
+    Raises: ConfigError that names every refused value and what would be accepted.
+    """
+    try:
+        return section.model_validate(values, context=path)
+    except ValidationError as error:
+        problems = [f"{(path + name).rstrip('.')}: {rule}" for name, rule in refusals(section, values, error)]
+        raise ConfigError("; ".join(problems)) from None
+
+
+def path_of(info: ValidationInfo) -> str:
+    """What goes before the names of the fields of a section that is being read."""
+    return info.context or ""
 
 
 def refusals(section: type[Section], values: Mapping[str, object], error: ValidationError) -> list[tuple[str, str]]:
@@ -161,5 +182,7 @@ def _refusal(section: type[Section], values: Mapping[str, object], details: Erro
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
         return name, f"no such setting{did_you_mean(name, section.model_fields)}"
+    if details["type"] == "missing":
+        return name, f"is missing, must be {accepted_values(section.model_fields[name])}"
     rule = own_words or f"must be {accepted_values(section.model_fields[name])}"
     return name, f"{rule}, got {quoted(values[name])}"
