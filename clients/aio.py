@@ -6,12 +6,13 @@ async with AsyncClient("127.0.0.1:50051") as client:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
+from clients.async_stream import AsyncStream, Call, uncancelled
 from clients.channel import (
     CHANNEL_OPTIONS,
     HEALTH_REQUEST,
@@ -22,103 +23,35 @@ from clients.channel import (
     Deadline,
     not_ready,
 )
-from clients.errors import (
-    CancelledCallError,
-    DeadlineExceededError,
-    OutriderClientError,
-    UnavailableError,
-    error_from_rpc,
-)
-from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
+from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError
+from clients.outputs import Delta, Event, OutputBuilder
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
 
-Call = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]
 
-
-class AsyncGeneration:
-    """One generation under way; begun when made, read by one task, once.
-
-    Iterating yields the deltas of all choices. Leaving the loop, the `async with` block or
-    the task cancels the call, and the server ends the request.
-    """
+class AsyncGeneration(AsyncStream):
+    """One generation of one server."""
 
     def __init__(self, open_call: Callable[[float | None], Call], retry: RetryPolicy, timeout_s: float | None) -> None:
+        super().__init__()
         self._open_call = open_call
         self._retry = retry
         self._deadline = Deadline(timeout_s)
-        self._builder = OutputBuilder()
         self._has_tokens = False
         self._num_attempts = 1
         self._call = open_call(timeout_s)
-
-    @property
-    def started(self) -> Started | None:
-        """What the server said when it began; None before that."""
-        return self._builder.started
-
-    @property
-    def finished(self) -> dict[int, Finished]:
-        """The choices that have ended so far, by index."""
-        return self._builder.finished
-
-    @property
-    def output(self) -> GenerationOutput:
-        """The choices that have ended so far, whole."""
-        return self._builder.output()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        try:
-            while (event := await self._read()) is not None:
-                if isinstance(event, Delta):
-                    yield event
-        finally:
-            self.cancel()
-
-    async def events(self) -> AsyncIterator[Event]:
-        """Iterates over everything the server says, in its order, in place of the deltas alone."""
-        try:
-            while (event := await self._read()) is not None:
-                yield event
-        finally:
-            self.cancel()
-
-    async def result(self) -> GenerationOutput:
-        """Read to the end; everything the request produced."""
-        async for _ in self:
-            pass
-        return self._builder.output()
-
-    def __await__(self) -> Generator[Any, None, GenerationOutput]:
-        return self.result().__await__()
-
-    async def text(self) -> str:
-        """Read to the end; the text of the first choice."""
-        return (await self.result()).text
 
     def cancel(self) -> None:
         """End the call if it is live."""
         self._call.cancel()
 
-    async def aclose(self) -> None:
-        """End the call if it is live; for contextlib.aclosing."""
-        self.cancel()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.cancel()
-
     async def _read(self) -> Event | None:
         """The next event, None at the end; begins anew where that is safe and of use."""
         while True:
             try:
-                message = await _uncancelled(self._call.read())
+                message = await uncancelled(self._call.read())
             except OutriderClientError as error:
                 pause_s = self._retry.pause_s(error, self._num_attempts, self._deadline.remaining_s())
                 if self._has_tokens or pause_s is None:
@@ -231,7 +164,7 @@ class AsyncClient:
         while True:
             call = watch(HEALTH_REQUEST, timeout=deadline.remaining_s())  # fails fast, so says why
             try:
-                while (answer := await _uncancelled(call.read())) is not grpc.aio.EOF:
+                while (answer := await uncancelled(call.read())) is not grpc.aio.EOF:
                     if answer == HEALTH_SERVING:
                         return
                     last = NOT_SERVING
@@ -248,23 +181,10 @@ class AsyncClient:
         num_attempts = 1
         while True:
             try:
-                return await _uncancelled(method(request, timeout=deadline.remaining_s()))
+                return await uncancelled(method(request, timeout=deadline.remaining_s()))
             except OutriderClientError as error:
                 pause_s = self._retry.pause_s(error, num_attempts, deadline.remaining_s())
                 if pause_s is None:
                     raise
                 await asyncio.sleep(pause_s)
                 num_attempts += 1
-
-
-async def _uncancelled(reading: Awaitable[Any]) -> Any:
-    """Await gRPC with typed errors; only a cancellation of the awaiting task itself stays one."""
-    try:
-        return await reading
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise CancelledCallError("the call was cancelled", grpc.StatusCode.CANCELLED) from None

@@ -45,11 +45,8 @@ async def refusal(target: str, request: pb.GenerateRequest) -> OutriderClientErr
 
 
 def handed_on(role: Role) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        text="The brown dog jumps over the lazy dog, and so does the fox",
-        hand_on=role == "both",
-        sampling=pb.SamplingParams(n=2),
-    )
+    text = "The brown dog jumps over the lazy dog, and so does the fox"
+    return pb.GenerateRequest(text=text, hand_on=role == "both", sampling=pb.SamplingParams(n=2))
 
 
 @pytest.mark.parametrize("role", ["prefill", "both"])
