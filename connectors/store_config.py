@@ -1,9 +1,12 @@
 """Settings of connectors that find blocks by their content."""
 
-from connectors.base import Connector, ConnectorContext
+from typing import TYPE_CHECKING
+
 from connectors.config import ConnectorConfig
-from connectors.content import content_connector
 from connectors.store import BlockStore
+
+if TYPE_CHECKING:
+    from connectors.base import Connector, ConnectorContext
 
 
 class StoreConfig(ConnectorConfig):
@@ -13,6 +16,8 @@ class StoreConfig(ConnectorConfig):
         """The store. Raises: ConfigError if these settings cannot be met here."""
         raise NotImplementedError
 
-    def build(self, context: ConnectorContext) -> Connector:
+    def build(self, context: "ConnectorContext") -> "Connector":
         """A connector on the store."""
+        from connectors.content import content_connector  # torch comes with it; settings are read without
+
         return content_connector(self.open_store(), context)

@@ -160,8 +160,8 @@ class TestNames:
     def test_unknown_names_list_the_known_and_the_nearest(self) -> None:
         message = refusal({"kv_connector": "filesytem"})
         assert message == (
-            "kv_transfer_config.kv_connector: must be one of "
-            "fault, filesystem, lmcache, memory, multi, nixl, null, tcp, or module:Class of another; did you mean filesystem?, got 'filesytem' (from argument)"
+            "kv_transfer_config.kv_connector: must be one of fault, filesystem, lmcache, memory, multi, nixl, null, "
+            "tcp, or module:Class of another; did you mean filesystem?, got 'filesytem' (from argument)"
         )
 
     @pytest.mark.parametrize(("alias", "name"), [("ExampleConnector", "filesystem"), ("MultiConnector", "multi")])
