@@ -44,10 +44,14 @@ class Admission:
     ) -> Iterator[tuple[Sequence, SequenceStart, InFlight]]:
         """Start sequences and offer each a row, which the caller takes before the next.
 
+        One whose next block is being computed for another waits for it.
+
         Args: is_held: only sequences that ran before may start.
         """
         if not self._batch.has_free_slot:
             return
+        size = self._block_size
+        computing = {name for running in self._batch.sequences for name in running.unpublished_hashes(size)}
         for sequence in self._waiting:
             if not sequence.is_ready() or (is_held and sequence.scheduled_s is None):
                 continue
@@ -55,7 +59,10 @@ class Admission:
                 break
             if self._external is not None and not self._external.is_ready(sequence, is_idle=not len(self._batch)):
                 continue
-            cached_blocks = self._cached_blocks(sequence)
+            hashes = sequence.hashes_to_find(size)
+            cached_blocks = longest_hit(self._pool, hashes)
+            if len(cached_blocks) < len(hashes) and hashes[len(cached_blocks)] in computing:
+                continue
             num_cached = len(cached_blocks) * self._block_size
             wanted = budget.offer_prompt(len(sequence.token_ids) - num_cached)
             if wanted is None or not self._seat(sequence, cached_blocks):
@@ -67,14 +74,8 @@ class Admission:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
                 self._count_first_start(sequence)
+            computing.update(hashes[len(cached_blocks) :])
             yield sequence, _start_of(sequence), wanted
-
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold its first tokens already; the last token is always computed, as its logits are needed."""
-        if sequence.needs_prompt_logprobs:
-            return []
-        tokens = sequence.token_ids
-        return longest_hit(self._pool, sequence.hashes.up_to(tokens, (len(tokens) - 1) // self._block_size))
 
     def _seat(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give it a slot and blocks if all its known tokens fit above the watermark. Returns: whether they do."""

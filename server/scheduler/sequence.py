@@ -131,6 +131,19 @@ class Sequence:
         wanted = wanted and self.request.continuation is None
         return wanted and len(self.prompt_logprobs) < self.num_prompt - 1
 
+    def hashes_to_find(self, block_size: int) -> list[bytes]:
+        """Of the blocks that it could start with; the last token is always computed, as its logits are needed."""
+        if self.needs_prompt_logprobs:
+            return []
+        return self.hashes.up_to(self.token_ids, (len(self.token_ids) - 1) // block_size)
+
+    def unpublished_hashes(self, block_size: int) -> list[bytes]:
+        """Of the full blocks that it is still to compute."""
+        num_full = len(self.token_ids) // block_size
+        if num_full <= self.num_published:
+            return []
+        return self.hashes.up_to(self.token_ids, num_full)[self.num_published :]
+
     def is_ready(self) -> bool:
         """Whether its leader has published the prompt's full blocks, or never will."""
         leader = self.leader

@@ -149,6 +149,17 @@ def test_salts_and_disabled_caching_share_nothing() -> None:
     assert {output.num_cached_tokens for output in core.outputs} == {0}
 
 
+def test_a_beginning_that_is_being_computed_is_computed_once() -> None:
+    """Whoever shares it waits for it, chunk by chunk, and computes what is its own; a stranger does not wait."""
+    core = make_core(block_size=4, num_blocks=32, max_num_batched_tokens=8)
+    for name, prompt in (("first", range(14)), ("same", range(14)), ("alike", (*range(8), 50, 51, 52, 53, 54))):
+        core.scheduler.add(make_request(name, prompt, max_tokens=1))
+    core.scheduler.add(make_request("stranger", range(40, 43), max_tokens=1))
+    assert queries(core.step()) == [(0, 8)]
+    core.run()
+    assert [cached(core, name) for name in ("first", "same", "alike", "stranger")] == [0, 12, 8, 0]
+
+
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_choices_share_the_prompt(enable_prefix_caching: bool) -> None:
     core = make_core(block_size=4, num_blocks=16, enable_prefix_caching=enable_prefix_caching)
