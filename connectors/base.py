@@ -11,7 +11,7 @@ server/kv/prefix_cache.py, or, between peers, by its number on the node that hol
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -235,7 +235,6 @@ class ConnectorContext:
     Attributes:
         name: of the connector, as in the configuration. engine_id: new with each start.
         notify: something has finished; from any thread.
-        extra_config: `kv_connector_extra_config`.
         is_producer, is_consumer: whether KV may leave, and come in.
         clock: seconds, monotonic.
     """
@@ -248,7 +247,6 @@ class ConnectorContext:
     clock: Callable[[], float]
     is_producer: bool = True
     is_consumer: bool = True
-    extra_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from connectors.base import Connector, ConnectorContext
 from proposers.base import HostProposer, Proposer, TargetModel, TargetView
 from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
@@ -53,6 +55,8 @@ from server.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+CONNECTOR_SHUTDOWN_S = 5.0
+"""How long blocks that are being saved may take once the engine has stopped."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A key, a supervisor, and the end of the terminal."""
 
@@ -123,7 +127,13 @@ def _build_core(config: Config) -> Core:
     info = _model_info(config, loaded, num_blocks - 1, device, kv_dtype, proposers)
     _log_capacity(info, kv_dtype)
     kv = allocate_kv(geometry, num_blocks, device)
-    runner = build_runner(kv, max_tokens=info.max_request_len)
+    connector = _connector(config, info, notify=lambda: engine.run_between_steps(lambda: None))
+    runner = build_runner(
+        kv,
+        max_tokens=info.max_request_len,
+        connector=None if connector is None else connector.worker,
+        fingerprint=info.fingerprint.hex(),
+    )
     bus = EventBus()
     scheduler = Scheduler(
         config.scheduler,
@@ -132,6 +142,8 @@ def _build_core(config: Config) -> Core:
         enable_prefix_caching=config.cache.enable_prefix_caching,
         clock=time.monotonic,
         num_lookahead_tokens=num_drafts if any(getattr(each, "writes_kv", False) for each in proposers) else 0,
+        connector=None if connector is None else connector.scheduler,
+        fails_on_bad_loads=config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail",
         draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
     )
     depth = config.scheduler.pipeline_depth
@@ -156,9 +168,29 @@ def _build_core(config: Config) -> Core:
         speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
         warm_up=prepare,
         on_stop=lambda: None if compilation is None else compilation.cancel(),
+        on_stopped=lambda: None if connector is None else connector.worker.shutdown(CONNECTOR_SHUTDOWN_S),
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)
+
+
+def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> Connector | None:
+    """What moves KV in and out, as configured. Raises: ConfigError."""
+    given = config.kv_transfer
+    if given is None:
+        return None
+    return given.settings.build(
+        ConnectorContext(
+            name=given.name,
+            engine_id=given.engine_id or uuid.uuid4().hex,
+            block_size=info.block_size,
+            fingerprint=info.fingerprint.hex(),
+            notify=notify,
+            clock=time.monotonic,
+            is_producer=given.is_producer,
+            is_consumer=given.is_consumer,
+        )
+    )
 
 
 def _target_model(config: Config, loaded: LoadedModel, head: LMHead) -> TargetModel:
