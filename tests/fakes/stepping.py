@@ -2,14 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from proposers.base import HostProposer, Proposer
+from proposers.base import HostProposer, Proposer, TargetModel, TargetView
 from proposers.ngram import NgramProposer
 from server.config import ModelConfig, SchedulerConfig
 from server.kernels.rejection import Method
@@ -46,16 +46,20 @@ class Stepping:
         method: Method = Method.STANDARD,
         load_format: Any = "auto",
         is_compiled: bool = False,
+        build: Callable[[TargetView], Proposer] | None = None,
+        num_blocks: int | None = None,
+        enable_prefix_caching: bool = False,
         **scheduling: Any,
     ) -> None:
-        """Args: k: drafts by n-gram lookup unless there is a `proposer`. capture: batch sizes to capture.
+        """Args: k: drafts by n-gram lookup unless there is a `proposer`, or what `build` makes for the target.
+        capture: batch sizes to capture. num_blocks: usable ones; None is enough for all seats.
         is_compiled: with merged linear layers and traced decoder layers, as on CUDA.
         """
         loaded = load_model(ModelConfig(model=str(model), load_format=load_format), device, dtype)
         geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, block_size, dtype)
         config = SchedulerConfig(**{"max_num_batched_tokens": 2048, **scheduling})
-        num_blocks = 1 + config.max_num_seqs * (-(-max_tokens // block_size))
-        if proposer is None and k:
+        num_blocks = 1 + (num_blocks or config.max_num_seqs * (-(-max_tokens // block_size)))
+        if proposer is None and build is None and k:
             proposer = NgramProposer(k, 1, 3, takes_last=False, device=device)
         self.is_compiled = False
         if is_compiled:
@@ -64,6 +68,19 @@ class Stepping:
         self.depth = depth
         self.head = LMHead.of(loaded.model, loaded.config)
         self.model = loaded.model
+        self.target = TargetModel(
+            model=loaded.model,
+            head=self.head,
+            config=loaded.config,
+            tokenizer=loaded.tokenizer,
+            folder=loaded.folder,
+            dtype=dtype,
+            digest=loaded.weights_digest,
+            block_size=block_size,
+            max_num_tokens=max_tokens,
+        )
+        if build is not None:
+            proposer = build(TargetView(loaded.vocab_size, device, config.max_num_seqs, self.target))
         self.runner = Runner(
             loaded.model,
             self.head,
@@ -78,7 +95,12 @@ class Stepping:
             drafts_on_host=isinstance(proposer, HostProposer),
         )
         self.scheduler = Scheduler(
-            config, info, BlockPool(num_blocks), enable_prefix_caching=False, clock=time.monotonic
+            config,
+            info,
+            BlockPool(num_blocks),
+            enable_prefix_caching=enable_prefix_caching,
+            clock=time.monotonic,
+            num_lookahead_tokens=k if getattr(proposer, "writes_kv", False) else 0,
         )
         self.outputs: list[SequenceOutput] = []
         self._in_flight: deque[Any] = deque()
