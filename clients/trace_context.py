@@ -1,0 +1,17 @@
+"""The W3C trace context that all calls of one generation share."""
+
+import secrets
+from collections.abc import Iterable
+
+TRACEPARENT = "traceparent"
+
+
+def with_trace_context(metadata: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """The metadata, with the caller's trace or else a new one: calls of several servers become one trace.
+
+    A new one is marked as sampled, as nobody above it has decided otherwise.
+    """
+    given = tuple(metadata)
+    if any(key.lower() == TRACEPARENT for key, _ in given):
+        return given
+    return (*given, (TRACEPARENT, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"))
