@@ -47,7 +47,6 @@ class MultiConfig(ConnectorConfig):
                 own = replace(
                     context,
                     name=choice.name,
-                    extra_config=choice.kv_connector_extra_config,
                     is_producer=context.is_producer and choice.is_producer,
                     is_consumer=context.is_consumer and choice.is_consumer,
                 )
@@ -55,7 +54,8 @@ class MultiConfig(ConnectorConfig):
                 built.callback(members[-1].worker.shutdown, 0.0)
             built.pop_all()  # nobody is shut down, as all could be built
         return Connector(
-            MultiScheduler([member.scheduler for member in members]), MultiWorker([member.worker for member in members])
+            MultiScheduler([member.scheduler for member in members], context.block_size),
+            MultiWorker([member.worker for member in members]),
         )
 
 
@@ -77,36 +77,47 @@ class MultiMetadata:
 class MultiScheduler(ConnectorScheduler[MultiMetadata]):
     """Asks every member, and remembers for each sequence which of them is to load."""
 
-    def __init__(self, members: Sequence[ConnectorScheduler[Any]]) -> None:
+    def __init__(self, members: Sequence[ConnectorScheduler[Any]], block_size: int) -> None:
         self._members = members
+        self._block_size = block_size
         self._answers: dict[int, tuple[int, list[int | None]]] = {}
-        self._chosen: dict[int, int] = {}
+        self._chosen: dict[int, tuple[int, KVRequest]] = {}
         self._loads: list[tuple[int, int]] = []
         self._saves: list[tuple[int, int]] = []
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
-        """None until every member has answered, as the last one may have most; each is asked until it has."""
+        """None until every member has answered, as the last one may have most; each is asked until it has.
+
+        Some forget what they have answered. So the one with most is asked again unless it answered just now.
+        """
         asked_for, counts = self._answers.pop(request.seq_id, (-1, []))
         if asked_for != num_computed_tokens:
             counts = [None] * len(self._members)
-        counts = [
-            member.get_num_new_matched_tokens(request, num_computed_tokens) if count is None else count
-            for member, count in zip(self._members, counts, strict=True)
-        ]
-        known = [count for count in counts if count is not None]
-        if len(known) < len(counts):
-            self._answers[request.seq_id] = (num_computed_tokens, counts)
-            return None
-        if most := max(known):
-            self._chosen[request.seq_id] = known.index(most)
+        old = {place for place, count in enumerate(counts) if count is not None}
+        while True:
+            for place, member in enumerate(self._members):
+                if counts[place] is None:
+                    counts[place] = member.get_num_new_matched_tokens(request, num_computed_tokens)
+            known = [count for count in counts if count is not None]
+            if len(known) < len(counts):
+                self._answers[request.seq_id] = (num_computed_tokens, counts)
+                return None
+            most = max(known)
+            chosen = known.index(most)
+            if chosen not in old:
+                break
+            old.remove(chosen)
+            counts[chosen] = None
+        if most > 0:
+            self._chosen[request.seq_id] = (chosen, request)
         return most
 
     def update_state_after_alloc(self, load: BlockLoad) -> None:
-        """The member with most loads; the others need not keep anything for the sequence any more."""
-        chosen = self._chosen.pop(load.seq_id)
+        """The member with most loads. The others hear that nothing is left to load, and let go of what they hold."""
+        chosen, request = self._chosen.pop(load.seq_id)
         for place, member in enumerate(self._members):
             if place != chosen:
-                member.cancel(load.seq_id)
+                member.get_num_new_matched_tokens(request, len(request.hashes) * self._block_size)
         self._members[chosen].update_state_after_alloc(load)
         self._loads.append((load.seq_id, chosen))
 
