@@ -3,19 +3,20 @@
 from collections.abc import Iterator
 
 from server.errors import FieldViolation, InvalidRequest
-from server.kv_handle import ChoiceState, Continuation, KVHandle
-from server.request import SamplingParams
+from server.kv_handle import ChoiceState, KVHandle
+from server.request import Request
 
 MAX_HANDLE_CHARS = 512
 MAX_VIOLATIONS = 16
 
 
-def check_continuation(continuation: Continuation, sampling: SamplingParams, prompt_len: int, vocab_size: int) -> None:
-    """Check all of it that needs no text.
+def check_continuation(request: Request, vocab_size: int) -> None:
+    """Check all of a request's continuation that needs no text.
 
-    Args: sampling: with `max_tokens` resolved. prompt_len: in tokens.
     Raises: InvalidRequest that names what is wrong by its path in the wire contract.
     """
+    continuation, sampling = request.continuation, request.sampling
+    assert continuation is not None
     choices = continuation.choices
     if len(choices) != sampling.n:
         raise InvalidRequest.of("continuation.choices", f"must be sampling.n ({sampling.n}), got {len(choices)}")
@@ -25,33 +26,37 @@ def check_continuation(continuation: Continuation, sampling: SamplingParams, pro
         FieldViolation(f"continuation.choices[{i}].{name}", description)
         for i, state in enumerate(choices)
         if state is not None
-        for name, description in _wrong_in_choice(state, sampling, vocab_size)
+        for name, description in _wrong_in_choice(state, request, vocab_size)
     ]
     if continuation.source is not None:
         found += [
             FieldViolation(f"continuation.source.{name}", description)
-            for name, description in _wrong_in_handle(continuation.source, prompt_len)
+            for name, description in _wrong_in_handle(continuation.source, len(request.prompt_token_ids))
         ]
     if found:
         raise InvalidRequest(*found[:MAX_VIOLATIONS])
 
 
-def _wrong_in_choice(state: ChoiceState, sampling: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    count, max_tokens = len(state.token_ids), sampling.max_tokens
+def _wrong_in_choice(state: ChoiceState, request: Request, vocab_size: int) -> Iterator[tuple[str, str]]:
+    count, max_tokens = len(state.token_ids), request.sampling.max_tokens
     assert max_tokens is not None
-    if not 1 <= count < max_tokens:
-        yield "token_ids", f"must be at least 1 and fewer than max_tokens ({max_tokens}), got {count}"
+    if count >= max_tokens:
+        yield "token_ids", f"must be fewer than max_tokens ({max_tokens}), got {count}"
         return
+    first_eligible = 0 if request.grammar is not None else request.sampling.min_tokens
     for i, token_id in enumerate(state.token_ids):
         if not 0 <= token_id < vocab_size:
             yield f"token_ids[{i}]", f"must be below vocab_size ({vocab_size}), got {token_id}"
             return
-    if state.key >= 1 << 63:
+        if token_id in request.stop_token_ids and i >= first_eligible:
+            yield f"token_ids[{i}]", f"is a stop token: the choice has ended with {token_id}"
+            return
+    if state.key is not None and state.key >= 1 << 63:
         yield "key", "must be below 2^63"
     if state.num_delivered_tokens > count:
         yield "delivered_tokens", f"must be at most the {count} tokens, got {state.num_delivered_tokens}"
         return
-    num_wanted = 0 if sampling.logprobs is None else count - state.num_delivered_tokens
+    num_wanted = 0 if request.sampling.logprobs is None else count - state.num_delivered_tokens
     if len(state.logprobs) != num_wanted:
         yield "logprobs", f"must be {num_wanted}, one for each token that was not delivered, got {len(state.logprobs)}"
     for i, position in enumerate(state.logprobs):

@@ -33,15 +33,15 @@ class ChoiceState:
     """A choice that another node has begun.
 
     Attributes:
-        token_ids: generated there, at least one.
-        key: 63 bits that all randomness of the choice follows from.
+        token_ids: generated there.
+        key: 63 bits that all randomness of the choice follows from; None if that node was lost, and its key with it.
         num_delivered_tokens: leading ones that the caller has, with their text; the others are held back as their text
             is incomplete, or may turn into a stop string.
         logprobs: of those that are held back, where asked for.
     """
 
     token_ids: tuple[int, ...]
-    key: int
+    key: int | None
     num_delivered_tokens: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
 

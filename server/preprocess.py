@@ -107,7 +107,6 @@ class Preprocessor:
         token_ids = self._prompt_ids(prompt)
         fitted = self._fit(sampling, len(token_ids), _FIELDS[type(prompt)])
         if continuation is not None:
-            check_continuation(continuation, fitted, len(token_ids), self.model_info.vocab_size)
             fitted = replace(fitted, prompt_logprobs=None)  # they were reported where it began
         resolved = self._resolved(speculation, sampling)
         eos = () if sampling.ignore_eos else self.model_info.eos_token_ids
@@ -115,7 +114,7 @@ class Preprocessor:
         if sampling.structured_outputs is not None:  # last, as it takes longest
             grammar = self._compile(sampling.structured_outputs, resolved)
             eos = grammar.eos_token_ids
-        return Request(
+        request = Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=fitted,
@@ -130,6 +129,9 @@ class Preprocessor:
             hands_on=hands_on,
             continuation=continuation,
         )
+        if continuation is not None:
+            check_continuation(request, self.model_info.vocab_size)
+        return request
 
     def tokenize(self, prompt: TextPrompt | ChatPrompt, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt, however many. A template brings its own special tokens.

@@ -108,7 +108,7 @@ def _choice_state(message: pb.ChoiceState, path: str) -> ChoiceState:
             raise InvalidRequest.of(f"{path}.logprobs[{i}].top", f"at most {MAX_LOGPROBS}, got {len(position.top)}")
     return ChoiceState(
         token_ids=tuple(message.token_ids),
-        key=message.key,
+        key=message.key if message.HasField("key") else None,
         num_delivered_tokens=message.delivered_tokens,
         logprobs=tuple(
             PositionLogprobs(_token_logprob(position.chosen), tuple(map(_token_logprob, position.top)))

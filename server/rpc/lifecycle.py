@@ -12,11 +12,11 @@ from server.config import ServerConfig
 from server.engine.protocol import Engine
 from server.errors import ConfigError
 from server.events import EventBus
+from server.kv_transfer_config import Role
 from server.preprocess import Preprocessor
 from server.rpc.address import check_address, tcp_address
 from server.rpc.admin_socket import AdminSocket
 from server.rpc.malformed import MalformedMessages
-from server.rpc.roles import Role
 from server.rpc.service import InferenceService
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name

@@ -1,11 +1,8 @@
 """Which part of a request a node does, by its role."""
 
-from typing import Literal
-
 from protos.outrider.v1 import inference_pb2 as pb
 from server.errors import InvalidRequest, WrongRole
-
-Role = Literal["prefill", "decode", "both"]
+from server.kv_transfer_config import Role
 
 
 def hands_on(request: pb.GenerateRequest, role: Role) -> bool:

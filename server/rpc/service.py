@@ -15,6 +15,7 @@ from protos.outrider.v1.inference_pb2_grpc import InferenceServicer
 from server.engine.protocol import Delta, Engine, Finished, PromptLogprobs, RequestStream, Started, StreamEvent
 from server.errors import DuplicateRequest, InvalidRequest
 from server.events import EventBus, TokensStreamed
+from server.kv_transfer_config import Role
 from server.preprocess import Preprocessor, TokensPrompt, check_request_id
 from server.request import Request, SamplingParams
 from server.rpc.call import CallRecord, recorded_call
@@ -33,7 +34,7 @@ from server.rpc.responses import (
     started_to_proto,
     statistics_to_proto,
 )
-from server.rpc.roles import Role, hands_on
+from server.rpc.roles import hands_on
 from server.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]

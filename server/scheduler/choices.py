@@ -32,7 +32,9 @@ class ChoiceMaker:
                 state = request.continuation.choices[choice]
                 if state is None:
                     continue
-                done, key = state.token_ids, state.key
+                done = state.token_ids
+                if state.key is not None:
+                    key = state.key
             shares_blocks = bool(choices) and len(request.prompt_token_ids) > self._info.block_size
             sequence = Sequence(
                 seq_id=self._next_seq_id,

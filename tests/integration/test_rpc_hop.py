@@ -11,8 +11,8 @@ from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
 from server.engine.protocol import Finished, FinishReason, SpeculationStats, Started, StreamEvent, Timing
 from server.kv_handle import ChoiceState, Continuation, KVHandle
+from server.kv_transfer_config import Role
 from server.request import Request
-from server.rpc.roles import Role
 from server.tokenizer import Tokenizer
 from tests.fakes.front import running_front, tiny_model_info
 from tests.fakes.scripted_engine import ScriptedEngine

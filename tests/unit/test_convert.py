@@ -225,7 +225,7 @@ def test_what_is_handed_on_comes_back_as_it_was() -> None:
 def test_without_a_source_nothing_is_held() -> None:
     assert continuation_from_proto(pb.GenerateRequest()) is None
     request = pb.GenerateRequest(continuation=pb.Continuation(choices=[pb.ChoiceState(token_ids=[5])]))
-    assert continuation_from_proto(request) == Continuation((ChoiceState((5,), 0),), None)
+    assert continuation_from_proto(request) == Continuation((ChoiceState((5,), None),), None)
 
 
 def test_lists_that_no_node_makes_are_refused_before_they_are_copied() -> None:
