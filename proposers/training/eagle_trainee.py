@@ -150,4 +150,4 @@ def _initialise(trainee: EagleTrainee, target: TargetModel) -> None:
     layers.fc.weight[:, -size:] += torch.eye(size, device=layers.fc.weight.device)
     final = dict(target.model.base_model.named_parameters()).get("norm.weight")
     if final is not None:
-        layers.norm.weight.copy_(final)
+        layers.norm.load_state_dict({"weight": final})

@@ -22,9 +22,9 @@ def ngrams_of(texts: Iterable[str]) -> set[int]:
     return {ngram for text in texts for ngram in ngrams(text)}
 
 
-def shares_ngram(text: str, known: set[int]) -> bool:
-    """Whether a text has any of them."""
-    return not known.isdisjoint(ngrams(text))
+def shares_ngram(texts: Iterable[str], known: set[int]) -> bool:
+    """Whether one of some texts has any of them."""
+    return any(not known.isdisjoint(ngrams(text)) for text in texts)
 
 
 def strings_of_json(path: Path) -> Iterator[str]:

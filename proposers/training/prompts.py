@@ -60,15 +60,15 @@ def make_prompts(settings: PromptSettings) -> list[PromptRecord]:
         if len(found) == settings.num_prompts:
             break
     prompts = list(found.values())
-    held_out = [prompt.text for prompt in prompts if prompt.split == "heldout"]
+    held_out = [turn for prompt in prompts if prompt.split == "heldout" for turn in prompt.turns]
     excluded = [text for path in settings.exclude for text in strings_of_json(path)]
     known = ngrams_of([*held_out, *excluded])
-    kept = [prompt for prompt in prompts if prompt.split == "heldout" or not shares_ngram(prompt.text, known)]
+    kept = [prompt for prompt in prompts if prompt.split == "heldout" or not shares_ngram(prompt.turns, known)]
+    splits = Counter(prompt.split for prompt in kept)
     logger.info(
-        "%d prompts: %d to train on, %d held out; %d dropped that share a 13-gram with these",
-        len(kept),
-        len(kept) - len(held_out),
-        len(held_out),
+        "%d prompts to train on, %d held out; %d dropped that share a 13-gram with what is measured on",
+        splits["train"],
+        splits["heldout"],
         len(prompts) - len(kept),
     )
     return kept

@@ -90,8 +90,8 @@ def unrolled_attention(
     weights = torch.cat([scores, *single], dim=-1).softmax(-1).to(value.dtype)
     length = first_key.shape[2]
     mixed = weights[..., :length] @ first_value
-    for index, (_, moved_value) in enumerate(moved, length):
-        mixed = mixed + weights[..., index, None] * moved_value
+    for index, (_key, past_value) in enumerate(moved, length):
+        mixed = mixed + weights[..., index, None] * past_value
     return mixed.transpose(1, 2), None
 
 
