@@ -1,6 +1,7 @@
 """Several connectors as one: loads come from the one that has most, saves go to all of them."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -53,9 +54,10 @@ class MultiConfig(ConnectorConfig):
                 members.append(choice.settings.build(own))
                 built.callback(members[-1].worker.shutdown, 0.0)
             built.pop_all()  # nobody is shut down, as all could be built
+        num_savers = sum(member.scheduler.wants_saves for member in members)
         return Connector(
             MultiScheduler([member.scheduler for member in members], context.block_size),
-            MultiWorker([member.worker for member in members]),
+            MultiWorker([member.worker for member in members], num_savers),
         )
 
 
@@ -66,12 +68,10 @@ class MultiMetadata:
     Attributes:
         members: the metadata of each.
         loads: sequences whose blocks a member is to fill, with its place.
-        saves: blocks, with the number of members that report each.
     """
 
     members: tuple[Any, ...]
     loads: tuple[tuple[int, int], ...]
-    saves: tuple[tuple[int, int], ...]
 
 
 class MultiScheduler(ConnectorScheduler[MultiMetadata]):
@@ -83,7 +83,6 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
         self._answers: dict[int, tuple[int, list[int | None]]] = {}
         self._chosen: dict[int, tuple[int, KVRequest]] = {}
         self._loads: list[tuple[int, int]] = []
-        self._saves: list[tuple[int, int]] = []
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         """None until every member has answered, as the last one may have most; each is asked until it has.
@@ -128,19 +127,16 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
 
     def save(self, saves: Sequence[BlockSave]) -> None:
         """Offer them to all members that want any."""
-        takers = [member for member in self._members if member.wants_saves]
-        for member in takers:
-            member.save(saves)
-        self._saves += [(save.block_id, len(takers)) for save in saves]
+        for member in self._members:
+            if member.wants_saves:
+                member.save(saves)
 
     def build_connector_meta(self) -> MultiMetadata | None:
-        """Those of all members."""
+        """Those of all members; who could load and got no blocks is asked for again."""
+        self._chosen.clear()
         members = tuple(member.build_connector_meta() for member in self._members)
-        if not self._loads and not self._saves and all(metadata is None for metadata in members):
-            return None
-        metadata = MultiMetadata(members, tuple(self._loads), tuple(self._saves))
-        self._loads, self._saves = [], []
-        return metadata
+        loads, self._loads = tuple(self._loads), []
+        return MultiMetadata(members, loads) if loads or any(own is not None for own in members) else None
 
     def request_finished(self, request: KVRequest, block_ids: Sequence[int]) -> KVHandle | None:
         """From the first member that can hand on: another one's lease would hold the blocks until it ran out."""
@@ -158,10 +154,12 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
 class MultiWorker(ConnectorWorker[MultiMetadata]):
     """A load is its member's; a save has ended when it has with every member."""
 
-    def __init__(self, members: Sequence[ConnectorWorker[Any]]) -> None:
+    def __init__(self, members: Sequence[ConnectorWorker[Any]], num_savers: int) -> None:
+        """Args: num_savers: how many of the members report each save."""
         self._members = members
+        self._num_savers = num_savers
         self._loads: dict[int, int] = {}
-        self._unsaved: dict[int, int] = {}
+        self._num_reports: Counter[int] = Counter()
 
     def register_kv_caches(self, caches: KVCaches) -> None:
         """With all."""
@@ -171,7 +169,6 @@ class MultiWorker(ConnectorWorker[MultiMetadata]):
     def start_load_kv(self, metadata: MultiMetadata) -> None:
         """What each was told."""
         self._loads.update(metadata.loads)
-        self._unsaved.update(metadata.saves)
         for member, own in zip(self._members, metadata.members, strict=True):
             if own is not None:
                 member.start_load_kv(own)
@@ -205,10 +202,10 @@ class MultiWorker(ConnectorWorker[MultiMetadata]):
 
     def _is_last_save(self, block_id: int) -> bool:
         """Count a save that has ended with one member. Returns: whether it has with all."""
-        self._unsaved[block_id] -= 1
-        if self._unsaved[block_id]:
+        self._num_reports[block_id] += 1
+        if self._num_reports[block_id] < self._num_savers:
             return False
-        del self._unsaved[block_id]
+        del self._num_reports[block_id]
         return True
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
