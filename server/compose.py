@@ -235,7 +235,7 @@ def serve(config: Config) -> None:
 
 
 async def _serve(config: Config, core: Core) -> None:
-    server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus)
+    server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus, role=config.disaggregation.role)
     is_serving = False
     telemetry = Telemetry.start(
         config.observability, core.engine, core.bus, lambda: is_serving, lambda: core.engine.is_alive, os.environ
