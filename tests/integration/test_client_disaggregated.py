@@ -1,0 +1,385 @@
+"""One client over prefill and decode nodes that follow a script."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from clients.disaggregated import DisaggregatedClient
+from clients.errors import (
+    CancelledCallError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestFailedError,
+    UnavailableError,
+)
+from clients.outputs import Delta, Event, Finished, Started
+from clients.retry import RetryPolicy
+from server.engine import protocol
+from server.engine.protocol import FinishReason, SpeculationStats, StreamEvent, Timing
+from server.errors import EngineDead, Overloaded
+from server.kv_handle import ChoiceState, KVHandle
+from server.request import Request
+from server.tokenizer import Tokenizer
+from tests.fakes.eventually import eventually
+from tests.fakes.front import Front, running_front, tiny_model_info
+from tests.fakes.scripted_engine import Script, ScriptedEngine
+
+QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
+PROMPT = list(range(10, 30))
+SOURCE = KVHandle("tcp", "engine", "127.0.0.1:7000", "lease", 16, (4,), 16, "ab")
+TIMING = Timing(queue_s=0.25, prefill_s=0.5, decode_s=0.125, ttft_s=0.75, total_s=1.0)
+
+
+def end(request: Request, index: int, num_tokens: int, reason: FinishReason, **more: object) -> protocol.Finished:
+    """The end of a choice of which each node says that 3 tokens of the prompt, or 16, were cached."""
+    num_cached = 3 if request.hands_on else 16
+    counts = len(request.prompt_token_ids), num_tokens, num_cached
+    return protocol.Finished(index, reason, None, *counts, TIMING, SpeculationStats(), **more)  # type: ignore[arg-type]
+
+
+async def sharing(request: Request) -> AsyncIterator[StreamEvent]:
+    """Repeat the prompt, as far as a node is to: the first token, what follows the first ones, or all of it."""
+    prompt, max_tokens = request.prompt_token_ids, request.sampling.max_tokens
+    assert max_tokens is not None
+    yield protocol.Started(request.request_id, len(prompt), 0, prompt if request.hands_on else ())
+    for index in range(request.sampling.n):
+        begun = 0
+        if request.continuation is not None:
+            state = request.continuation.choices[index]
+            if state is None:
+                continue
+            begun = len(state.token_ids)
+        last = 1 if request.hands_on else max_tokens
+        for position in range(begun, last):
+            yield protocol.Delta(index, f"<{prompt[position]}>", (prompt[position],))
+            await asyncio.sleep(0)
+        if last == max_tokens:
+            yield end(request, index, last, FinishReason.LENGTH)
+        else:
+            state = ChoiceState((prompt[0],), 40 + index, 1)
+            source = SOURCE if index == 0 else None
+            yield end(request, index, 1, FinishReason.HANDED_ON, handed_on=state, source=source)
+
+
+class FailsAfter:
+    """Shares the work, but the first calls fail behind so many events."""
+
+    def __init__(self, error: Exception, num_events: int, num_calls: int = 1000) -> None:
+        self.error, self.num_events, self.num_calls = error, num_events, num_calls
+
+    async def __call__(self, request: Request) -> AsyncIterator[StreamEvent]:
+        self.num_calls -= 1
+        num_left = self.num_events
+        async for event in sharing(request):
+            if self.num_calls >= 0 and num_left == 0:
+                raise self.error
+            num_left -= 1
+            yield event
+
+
+async def stopping_short(request: Request) -> AsyncIterator[StreamEvent]:
+    """Share the work, but never end by itself."""
+    async for event in sharing(request):
+        if isinstance(event, protocol.Finished):
+            await asyncio.Event().wait()
+        yield event
+
+
+@dataclass
+class Nodes:
+    """Prefill and decode nodes, and a client of them."""
+
+    client: DisaggregatedClient
+    prefill: list[ScriptedEngine] = field(default_factory=list)
+    decode: list[ScriptedEngine] = field(default_factory=list)
+    fronts: list[Front] = field(default_factory=list)
+
+    @property
+    def begun(self) -> list[Request]:
+        """What prefill nodes were asked."""
+        return [request for engine in self.prefill for request in engine.submitted]
+
+    @property
+    def gone_on(self) -> list[Request]:
+        """What decode nodes were asked."""
+        return [request for engine in self.decode for request in engine.submitted]
+
+
+@asynccontextmanager
+async def running_nodes(
+    tokenizer: Tokenizer,
+    prefill: list[Script],
+    decode: list[Script],
+    *,
+    lost: int = 0,
+    min_prompt_tokens: int = 8,
+) -> AsyncIterator[Nodes]:
+    """Serve until the block ends. Args: lost: addresses of prefill nodes, before the others, where nobody answers."""
+    engines = [ScriptedEngine(tiny_model_info(), script) for script in (*prefill, *decode)]
+    async with AsyncExitStack() as stack:
+        fronts = []
+        for i, engine in enumerate(engines):
+            role = "prefill" if i < len(prefill) else "decode"
+            fronts.append(await stack.enter_async_context(running_front(engine, tokenizer, role=role)))
+        targets = [front.target for front in fronts]
+        client = DisaggregatedClient(
+            prefill=[*(f"127.0.0.1:{port}" for port in range(1, 1 + lost)), *targets[: len(prefill)]],
+            decode=targets[len(prefill) :],
+            min_prompt_tokens=min_prompt_tokens,
+            retry=QUICK,
+        )
+        await stack.enter_async_context(client)
+        yield Nodes(client, engines[: len(prefill)], engines[len(prefill) :], fronts)
+
+
+def expected(num_tokens: int) -> str:
+    return "".join(f"<{token_id}>" for token_id in PROMPT[:num_tokens])
+
+
+async def test_two_nodes_stream_as_one(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        generation = nodes.client.generate(token_ids=PROMPT, max_tokens=4, n=3, request_id="mine")
+        events: list[Event] = [event async for event in generation.events()]
+    assert [type(event) for event in events].count(Started) == 1
+    assert isinstance(events[0], Started)
+    assert {event.index: event.finish_reason for event in events if isinstance(event, Finished)} == dict.fromkeys(
+        range(3), "length"
+    )
+    for choice in generation.output.choices:
+        assert (choice.text, list(choice.token_ids)) == (expected(4), PROMPT[:4])
+        assert choice.finished.usage.completion_tokens == 4
+        assert choice.finished.usage.cached_tokens == 3, "of the node that computed the prompt"
+        timing = choice.finished.timing
+        assert (timing.time_to_first_token_seconds, timing.decode_seconds, timing.total_seconds) == (0.75, 1.125, 2.0)
+    [begun], [gone_on] = nodes.begun, nodes.gone_on
+    assert (begun.request_id, gone_on.request_id) == ("mine", "mine")
+    assert gone_on.continuation is not None
+    assert [state and state.key for state in gone_on.continuation.choices] == [40, 41, 42]
+    assert gone_on.continuation.source == SOURCE
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt": "a text of some words"}, {"messages": [{"role": "user", "content": "a text of some words"}]}]
+)
+async def test_the_decode_node_gets_the_ids_of_a_text(tokenizer: Tokenizer, prompt: dict[str, object]) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing], min_prompt_tokens=1) as nodes:
+        output = await nodes.client.generate(max_tokens=3, **prompt)  # type: ignore[arg-type]
+    [begun], [gone_on] = nodes.begun, nodes.gone_on
+    assert begun.prompt_token_ids == gone_on.prompt_token_ids
+    assert begun.request_id == gone_on.request_id
+    assert output.started is not None
+    assert output.started.request_id == begun.request_id
+
+
+async def test_one_token_needs_no_decode_node(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        generation = nodes.client.generate(token_ids=PROMPT, max_tokens=1, n=2)
+        assert [choice.finished.finish_reason for choice in (await generation).choices] == ["length", "length"]
+    assert generation.prefill_target == nodes.fronts[0].target
+    assert generation.decode_target is None
+    assert not nodes.gone_on
+
+
+async def test_choices_that_have_ended_are_left_alone(tokenizer: Tokenizer) -> None:
+    async def first_ends(request: Request) -> AsyncIterator[StreamEvent]:
+        async for event in sharing(request):
+            if isinstance(event, protocol.Finished) and event.index == 0:
+                event = end(request, 0, 1, FinishReason.STOP)
+            yield event
+
+    async with running_nodes(tokenizer, [first_ends], [sharing]) as nodes:
+        output = await nodes.client.generate(token_ids=PROMPT, max_tokens=4, n=2)
+    assert [choice.finished.finish_reason for choice in output.choices] == ["stop", "length"]
+    assert [choice.text for choice in output.choices] == [expected(1), expected(4)]
+    assert nodes.gone_on[0].continuation is not None
+    assert nodes.gone_on[0].continuation.choices == (None, ChoiceState((PROMPT[0],), 41, 1))
+
+
+async def test_short_prompts_and_known_ones_take_no_hop(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing, sharing]) as nodes:
+        await nodes.client.generate(token_ids=PROMPT[:7], max_tokens=3)
+        assert not nodes.begun
+        first = nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        await first
+        assert len(nodes.begun) == 1
+        again = nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        assert await again.text() == expected(3)
+        assert len(nodes.begun) == 1
+    assert again.decode_target == first.decode_target
+    assert again.prefill_target is None
+
+
+async def test_without_prefill_nodes_a_decode_node_does_it_all(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [], [sharing], lost=2) as nodes:
+        generation = nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        assert await generation.text() == expected(3)
+        assert nodes.gone_on[0].continuation is None
+        assert generation.prefill_target is None
+        await nodes.client.generate(token_ids=PROMPT[1:], max_tokens=3)
+    assert [request.continuation for request in nodes.gone_on] == [None, None]
+
+
+async def test_another_prefill_node_takes_over_before_the_first_token(tokenizer: Tokenizer) -> None:
+    dying = FailsAfter(EngineDead("restart"), 1)
+    async with running_nodes(tokenizer, [dying, sharing, dying], [sharing]) as nodes:
+        for first in range(10, 20):  # so that some go to a node that fails
+            prompt = [first, *PROMPT]
+            events = [event async for event in nodes.client.generate(token_ids=prompt, max_tokens=3).events()]
+            assert [type(event) for event in events] == [Started, Delta, Delta, Delta, Finished]
+    assert len(nodes.begun) > 10
+    assert all(request.continuation for request in nodes.gone_on)
+
+
+async def test_a_prefill_node_that_is_lost_later_is_gone_on_from(tokenizer: Tokenizer) -> None:
+    """The first choice was handed on and the second one has delivered a token; the third was not begun."""
+    async with running_nodes(tokenizer, [FailsAfter(EngineDead("restart"), 4)], [sharing]) as nodes:
+        output = await nodes.client.generate(token_ids=PROMPT, max_tokens=3, n=3)
+    assert [choice.text for choice in output.choices] == [expected(3)] * 3
+    assert nodes.gone_on[0].continuation is not None
+    assert nodes.gone_on[0].continuation.choices == (
+        ChoiceState((PROMPT[0],), 40, 1),
+        ChoiceState((PROMPT[0],), None, 1),
+        ChoiceState((), None, 0),
+    )
+
+
+@pytest.mark.parametrize("error", [EngineDead("restart"), Overloaded("full", retry_after_s=0.01), ValueError("a bug")])
+async def test_a_failed_hop_goes_to_another_decode_node(tokenizer: Tokenizer, error: Exception) -> None:
+    failing = FailsAfter(error, 1)
+    async with running_nodes(tokenizer, [sharing], [failing, sharing]) as nodes:
+        for first in range(10, 16):
+            prompt = [first, *PROMPT]
+            generation = nodes.client.generate(token_ids=prompt, max_tokens=3)
+            assert await generation.text() == f"<{first}>{expected(2)}"
+            assert generation.decode_target == nodes.fronts[2].target
+    assert len(nodes.decode[0].submitted) > 0
+    assert all(request.continuation for request in nodes.gone_on)
+
+
+async def test_a_decode_node_that_is_lost_later_is_gone_on_from(tokenizer: Tokenizer) -> None:
+    failing = FailsAfter(EngineDead("restart"), 3, num_calls=1)
+    async with running_nodes(tokenizer, [sharing], [failing]) as nodes:
+        output = await nodes.client.generate(token_ids=PROMPT, max_tokens=6)
+    assert (output.text, output.choices[0].token_ids) == (expected(6), tuple(PROMPT[:6]))
+    assert output.choices[0].finished.usage.completion_tokens == 6
+    assert nodes.gone_on[1].continuation is not None
+    assert nodes.gone_on[1].continuation.choices == (ChoiceState(tuple(PROMPT[:3]), None, 3),)
+
+
+async def test_an_end_that_was_lost_with_its_node_is_no_answer(tokenizer: Tokenizer) -> None:
+    """All tokens have come, but not why they ended: to go on would be wrong, and is refused."""
+    failing = FailsAfter(EngineDead("restart"), 3, num_calls=1)
+    async with running_nodes(tokenizer, [sharing], [failing]) as nodes:
+        with pytest.raises(UnavailableError, match="restart"):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+
+
+async def test_attempts_are_bounded(tokenizer: Tokenizer) -> None:
+    failing = FailsAfter(Overloaded("full", retry_after_s=0.01), 1)
+    async with running_nodes(tokenizer, [sharing], [failing]) as nodes:
+        with pytest.raises(OverloadedError):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        assert len(nodes.gone_on) == QUICK.max_attempts
+        nodes.decode[0].script = FailsAfter(ValueError("a bug"), 1)
+        with pytest.raises(RequestFailedError):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+    assert len(nodes.gone_on) == QUICK.max_attempts + 1, "what one node breaks on is not tried there again"
+
+
+async def test_what_the_request_is_to_blame_for_is_not_tried_again(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing, sharing], [sharing]) as nodes:
+        with pytest.raises(InvalidRequestError):
+            await nodes.client.generate(token_ids=[*PROMPT, 512], max_tokens=3)
+        nodes.prefill[0].script = nodes.prefill[1].script = FailsAfter(ValueError("a bug"), 1)
+        with pytest.raises(RequestFailedError):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+    assert len(nodes.begun) == 1
+    assert not nodes.gone_on
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("way", ["break", "cancel", "task"])
+async def test_leaving_reaches_the_node_that_works(tokenizer: Tokenizer, phase: str, way: str) -> None:
+    prefill, decode = (stopping_short, sharing) if phase == "prefill" else (sharing, stopping_short)
+    async with running_nodes(tokenizer, [prefill], [decode]) as nodes:
+        generation = nodes.client.generate(token_ids=PROMPT, max_tokens=5)
+        num_deltas = 1 if phase == "prefill" else 5
+
+        async def read() -> None:
+            num_read = 0
+            async for _ in generation:
+                num_read += 1
+                if num_read == num_deltas:
+                    if way == "break":
+                        break
+                    if way == "cancel":
+                        generation.cancel()
+
+        engine = (nodes.prefill if phase == "prefill" else nodes.decode)[0]
+        if way == "task":
+            task = asyncio.create_task(read())
+            await eventually(lambda: len(generation.output.choices) == 0 and bool(engine.live))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif way == "cancel":
+            with pytest.raises(CancelledCallError):
+                await read()
+        else:
+            await read()
+        await eventually(lambda: not any(engine.live for engine in (*nodes.prefill, *nodes.decode)))
+        if phase == "prefill":
+            assert not nodes.gone_on
+        await eventually(lambda: all(node.load == 0 for node in nodes.client._decode.nodes))
+
+
+async def test_nothing_follows_a_cancellation_between_two_attempts(tokenizer: Tokenizer) -> None:
+    failing = FailsAfter(Overloaded("full", retry_after_s=0.2), 1)
+    async with running_nodes(tokenizer, [sharing], [failing]) as nodes:
+        generation = nodes.client.generate(token_ids=PROMPT, max_tokens=5)
+        reading = asyncio.create_task(generation.result())
+        await eventually(lambda: bool(generation._failed))
+        generation.cancel()
+        with pytest.raises(CancelledCallError):
+            await reading
+    assert len(nodes.gone_on) == 1
+
+
+async def test_the_deadline_is_one_for_all_nodes(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [stopping_short]) as nodes:
+        with pytest.raises(DeadlineExceededError):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=5, timeout_s=0.3)
+    assert nodes.gone_on[0].deadline_s is not None
+    assert nodes.begun[0].deadline_s is not None
+    assert abs(nodes.gone_on[0].deadline_s - nodes.begun[0].deadline_s) < 0.2
+
+
+async def test_one_trace_covers_all_nodes(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        await nodes.client.generate(token_ids=PROMPT[1:], max_tokens=3, metadata=[("traceparent", "00-aa-bb-00")])
+        await eventually(lambda: all(len(front.calls()) == 2 for front in nodes.fronts))
+        prefill, decode = ([call.metadata["traceparent"] for call in front.calls()] for front in nodes.fronts)
+    assert prefill == decode
+    assert prefill[1] == "00-aa-bb-00"
+
+
+async def test_a_node_that_came_back_is_found(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clients.nodes.REFRESH_S", 0.0)
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        [node] = nodes.client._prefill.nodes
+        node.is_up = False
+        await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        assert not nodes.begun
+        await eventually(lambda: node.is_up)
+        await nodes.client.generate(token_ids=PROMPT[1:], max_tokens=3)
+    assert len(nodes.begun) == 1
+
+
+async def test_there_must_be_a_decode_node() -> None:
+    with pytest.raises(ValueError, match="decode"):
+        DisaggregatedClient(prefill=["127.0.0.1:1"], decode=[])
