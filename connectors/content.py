@@ -1,6 +1,7 @@
 """A connector that finds blocks by their content, in a store that it only knows as such."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,8 @@ def namespace(group: KVGroup, block_size: int) -> str:
 
 def content_connector(store: BlockStore, context: ConnectorContext) -> Connector:
     """Both halves on a store, which is closed with them."""
-    return Connector(ContentScheduler(store, context), ContentWorker(store, context))
+    asking = Threads("outrider-kv-find", 1)
+    return Connector(ContentScheduler(store, context, asking), ContentWorker(store, context, asking))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,12 @@ class _Lookup:
 class ContentScheduler(ConnectorScheduler[ContentMetadata]):
     """Asks the store on a thread of its own, and orders what it was told of."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext) -> None:
+    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads) -> None:
+        """Args: asking: that wait for the store's answers; the worker half ends them."""
         self._store = store
         self._context = context
         self._namespace = f"{context.fingerprint}-target-{context.block_size}"
-        self._asking = Threads("outrider-kv-find", 1)
+        self._asking = asking
         self._lookups: dict[int, _Lookup] = {}
         self._paused_until_s = -1.0
         self._loads: list[BlockLoad] = []
@@ -144,13 +147,15 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
 class ContentWorker(ConnectorWorker[ContentMetadata]):
     """Loads and saves on threads of its own, straight from and to the blocks where these are in host memory."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext) -> None:
+    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads) -> None:
+        """Args: asking: those of the scheduler half."""
         self._store = store
         self._context = context
+        self._asking = asking
+        self._is_closed = False
         self._threads = Threads("outrider-kv", NUM_THREADS)
         self._groups: list[tuple[str, KVGroup, HostBlocks]] = []
-        self._ended: deque[Finished] = deque()
-        self._bad_blocks: deque[frozenset[int]] = deque()
+        self._ended: deque[tuple[Finished, frozenset[int]]] = deque()
         self._errors: frozenset[int] = frozenset()
 
     def register_kv_caches(self, caches: KVCaches) -> None:
@@ -171,11 +176,11 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
 
     def get_finished(self) -> Finished:
         """What the threads have ended."""
-        finished, bad = Finished(), frozenset[int]()
+        finished, self._errors = Finished(), frozenset()
         for _ in range(len(self._ended)):
-            bad |= self._bad_blocks.popleft()
-            finished = finished.joined(self._ended.popleft())
-        self._errors = bad
+            ended, bad_blocks = self._ended.popleft()
+            finished = finished.joined(ended)
+            self._errors |= bad_blocks
         return finished
 
     def get_block_ids_with_load_errors(self) -> frozenset[int]:
@@ -184,7 +189,11 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
 
     def shutdown(self, timeout_s: float) -> None:
         """Let what was ordered end, as far as time is left; then close the store."""
-        if self._threads.end(timeout_s):
+        until_s = time.monotonic() + timeout_s
+        has_moved = self._threads.end(timeout_s)
+        has_asked = self._asking.end(max(0.0, until_s - time.monotonic()))
+        if has_moved and has_asked and not self._is_closed:
+            self._is_closed = True
             self._store.close()
 
     def _load(self, load: BlockLoad) -> None:
@@ -217,6 +226,5 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         self._end(Finished(saved=(save.block_id,)), frozenset())
 
     def _end(self, finished: Finished, bad_blocks: frozenset[int]) -> None:
-        self._bad_blocks.append(bad_blocks)
-        self._ended.append(finished)
+        self._ended.append((finished, bad_blocks))
         self._context.notify()
