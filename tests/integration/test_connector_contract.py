@@ -1,0 +1,279 @@
+"""What every connector keeps to, seen through connectors.base alone; a new one is a line in CASES."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from server.kv_handle import KVHandle
+from tests.fakes.connector_under_test import BLOCK_SIZE, FINGERPRINT, ConnectorUnderTest, connector_under_test
+
+HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
+OTHER_HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(100, 105)]
+FROM = [3, 1, 7, 2, 9]
+TO = [4, 5, 6, 8, 10]
+
+
+def _store(name: str, **extra: Any) -> dict[str, Any]:
+    return {"kv_connector": name, "kv_connector_extra_config": extra}
+
+
+MEMORY = _store("memory", max_bytes="1MiB")
+FILES = _store("filesystem", shared_storage_path="FOLDER")
+OUT_OF_TREE = _store("tests.fakes.example_connectors:PlainFilesConfig", folder="FOLDER")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A connector as it is configured.
+
+    Attributes:
+        choice: FOLDER stands for one that all nodes share.
+        is_of_one_node: what one node saves, others do not find.
+        has_files: its blocks are files in the folder.
+        finds: whether anything is ever found.
+    """
+
+    choice: dict[str, Any]
+    is_of_one_node: bool = False
+    has_files: bool = False
+    finds: bool = True
+
+
+CASES = {
+    "null": Case(_store("null"), finds=False),
+    "memory": Case(MEMORY, is_of_one_node=True),
+    "filesystem": Case(FILES, has_files=True),
+    "fault": Case(_store("fault", store=FILES, max_delay_seconds=0.01), has_files=True),
+    "out-of-tree": Case(OUT_OF_TREE, has_files=True),
+    "multi": Case(_store("multi", connectors=[_store("null"), MEMORY, FILES])),
+    "multi-of-files": Case(_store("multi", connectors=[OUT_OF_TREE, FILES]), has_files=True),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def case(request: pytest.FixtureRequest) -> Case:
+    assert isinstance(request.param, Case)
+    return request.param
+
+
+class Nodes:
+    """Nodes that share a folder; they end with the test."""
+
+    def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
+        self.case = case
+        self.folder = folder
+        self._stack = stack
+
+    def start(self, fingerprint: str = FINGERPRINT, **settings: Any) -> ConnectorUnderTest:
+        choice = _in_folder({**self.case.choice, **settings}, str(self.folder))
+        return self._stack.enter_context(connector_under_test(choice, fingerprint))
+
+    def start_both(self) -> tuple[ConnectorUnderTest, ConnectorUnderTest]:
+        """The node that computes, and the one that goes on: perhaps the same."""
+        first = self.start()
+        return first, first if self.case.is_of_one_node else self.start()
+
+    def skip_unless(self, is_so: bool) -> None:
+        """Of what is no question for each connector."""
+        if not is_so:
+            pytest.skip("not of this connector")
+
+
+def _in_folder(value: Any, folder: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_folder(item, folder) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_in_folder(item, folder) for item in value]
+    return folder if value == "FOLDER" else value
+
+
+@pytest.fixture
+def nodes(case: Case, tmp_path: Path) -> Iterator[Nodes]:
+    with ExitStack() as stack:
+        yield Nodes(case, tmp_path, stack)
+
+
+def hand_on(node: ConnectorUnderTest) -> KVHandle | None:
+    """As a prompt ends on a node: its blocks are saved, and whoever goes on is told where they are."""
+    node.save(FROM, HASHES)
+    handle = node.connector.scheduler.request_finished(node.request(HASHES), FROM)
+    node.step()
+    return handle
+
+
+def test_what_one_node_has_another_can_load(nodes: Nodes) -> None:
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    assert there.match(request) == (len(HASHES) if nodes.case.finds else 0)
+    nodes.skip_unless(nodes.case.finds)
+    expected = here.content(FROM)
+    there.load(request, TO)
+    there.wait_loaded(request)
+    assert not there.bad
+    assert sorted(there.complete) == sorted(TO)
+    for ours, theirs in zip(there.content(TO), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert there.loaded == [request.seq_id], "once"
+
+
+def test_only_what_was_ordered_is_written(nodes: Nodes) -> None:
+    """Some blocks are here already, and there is no room for the last."""
+    nodes.skip_unless(nodes.case.finds)
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    assert there.match(request, num_computed_blocks=2) == 3
+    to = TO[:2]
+    rest = [block_id for block_id in range(12) if block_id not in to]
+    before, expected = there.content(rest), here.content(FROM[2:4])
+    there.load(request, to, first_block=2)
+    there.wait_loaded(request)
+    assert not there.bad
+    for ours, theirs in zip(there.content(to) + there.content(rest), expected + before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_blocks_that_are_held_are_released(nodes: Nodes) -> None:
+    here, there = nodes.start_both()
+    handle = hand_on(here)
+    nodes.skip_unless(handle is not None and handle.lease_id != "")
+    assert handle is not None
+    request = there.request(HASHES, handle)
+    assert there.match(request)
+    there.load(request, TO)
+    there.wait_loaded(request)
+    here.steps_until(lambda: here.released == [handle.lease_id])
+
+
+def test_a_handle_tells_what_it_stands_for(nodes: Nodes) -> None:
+    here = nodes.start()
+    handle = hand_on(here)
+    assert (handle is None) == (not nodes.case.finds)
+    if handle is not None:
+        assert (handle.num_tokens, handle.block_size) == (len(HASHES) * BLOCK_SIZE, BLOCK_SIZE)
+        assert handle.fingerprint == FINGERPRINT
+
+
+def test_another_prompt_is_a_miss(nodes: Nodes) -> None:
+    here, there = nodes.start_both()
+    hand_on(here)
+    assert there.match(there.request(OTHER_HASHES)) == 0
+    assert there.match(there.request([*OTHER_HASHES[:1], *HASHES[1:]])) == 0, "its first block is another one"
+
+
+def test_another_model_is_a_miss(nodes: Nodes) -> None:
+    """Whatever its handle says, as that comes from a client."""
+    handle = hand_on(nodes.start())
+    other = nodes.start(fingerprint="0ther")
+    assert other.match(other.request(HASHES, handle)) == 0
+
+
+def test_nothing_beyond_what_is_computed_here(nodes: Nodes) -> None:
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    assert there.match(request, num_computed_blocks=len(HASHES)) == 0
+
+
+def test_the_direction_is_kept_to(nodes: Nodes) -> None:
+    here = nodes.start(kv_role="kv_producer")
+    handle = hand_on(here)
+    assert here.match(here.request(HASHES, handle)) == 0
+    there = nodes.start(kv_role="kv_consumer")
+    assert not there.connector.scheduler.wants_saves
+    assert there.connector.scheduler.request_finished(there.request(HASHES), FROM) is None
+    request = there.request(HASHES, handle)
+    finds_others = nodes.case.finds and not nodes.case.is_of_one_node
+    assert there.match(request) == (len(HASHES) if finds_others else 0)
+
+
+def test_a_file_that_goes_between_match_and_load(nodes: Nodes) -> None:
+    """Its block and those behind it are said to be bad; those in front of it are good."""
+    nodes.skip_unless(nodes.case.has_files)
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    assert there.match(request) == len(HASHES)
+    removed = [path for path in nodes.folder.rglob("*") if path.is_file() and HASHES[2].hex() in path.name]
+    assert removed
+    for path in removed:
+        path.unlink()
+    there.load(request, TO)
+    there.wait_loaded(request)
+    assert there.bad == set(TO[2:])
+    for ours, theirs in zip(there.content(TO[:2]), here.content(FROM[:2]), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_cancelled_load_is_reported(nodes: Nodes) -> None:
+    """Once, when nothing writes to its blocks any more: they stay as they are then."""
+    nodes.skip_unless(nodes.case.finds)
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    assert there.match(request)
+    there.load(request, TO)
+    there.connector.scheduler.cancel(request.seq_id)
+    there.wait_loaded(request)
+    left = there.content(TO)
+    there.connector.scheduler.cancel(request.seq_id)
+    assert there.match(there.request(OTHER_HASHES)) == 0
+    assert there.loaded == [request.seq_id]
+    for ours, theirs in zip(there.content(TO), left, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_cancelled_question_is_forgotten(nodes: Nodes) -> None:
+    """The same prompt of another sequence is found as before."""
+    here, there = nodes.start_both()
+    handle = hand_on(here)
+    request = there.request(HASHES)
+    there.connector.scheduler.get_num_new_matched_tokens(request, 0)
+    there.connector.scheduler.cancel(request.seq_id)
+    there.step()
+    assert there.match(there.request(HASHES, handle)) == (len(HASHES) if nodes.case.finds else 0)
+    assert there.loaded == []
+
+
+def test_many_sequences_at_a_time(nodes: Nodes) -> None:
+    """Each gets its own block, and each is reported once."""
+    nodes.skip_unless(nodes.case.finds)
+    here, there = nodes.start_both()
+    handles = []
+    for place in range(len(FROM)):
+        here.save([FROM[place]], [HASHES[place]])
+        handles.append(here.connector.scheduler.request_finished(here.request([HASHES[place]]), [FROM[place]]))
+    here.step()
+    requests = [there.request([HASHES[place]], handles[place]) for place in range(len(FROM))]
+    for place, request in enumerate(requests):
+        assert there.match(request) == 1
+        there.load(request, [TO[place]])
+    for request in requests:
+        there.wait_loaded(request)
+    assert sorted(there.loaded) == sorted(request.seq_id for request in requests)
+    assert not there.bad
+    for ours, theirs in zip(there.content(TO), here.content(FROM), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_it_ends_with_work_under_way_and_twice(nodes: Nodes) -> None:
+    """What was offered is saved in the time that there is; no thread is left."""
+    before = set(threading.enumerate())
+    here, there = nodes.start_both()
+    request = there.request(HASHES, hand_on(here))
+    if there.match(request):
+        there.load(request, TO)
+    for node in (here, there):
+        node.connector.worker.shutdown(10.0)
+        node.connector.worker.shutdown(0.0)
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+
+
+def test_it_ends_unused(nodes: Nodes) -> None:
+    before = set(threading.enumerate())
+    node = nodes.start()
+    node.connector.worker.shutdown(0.0)
+    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
