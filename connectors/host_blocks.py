@@ -33,20 +33,20 @@ class HostBlocks:
     def reading(self, block_id: int) -> Iterator[memoryview]:
         """The bytes of a block that nobody writes to meanwhile."""
         if self._is_host:
-            yield memoryview(self._blocks[block_id].numpy())
+            yield self._blocks[block_id].numpy().data
             return
         with self._stage() as stage:
             self._copy(self._blocks[block_id], stage)
-            yield memoryview(stage.numpy())
+            yield stage.numpy().data
 
     @contextmanager
     def writing(self, block_id: int) -> Iterator[memoryview]:
         """A buffer that is in the block once the context was left."""
         if self._is_host:
-            yield memoryview(self._blocks[block_id].numpy())
+            yield self._blocks[block_id].numpy().data
             return
         with self._stage() as stage:
-            yield memoryview(stage.numpy())
+            yield stage.numpy().data
             self._copy(stage, self._blocks[block_id])
 
     @contextmanager
