@@ -75,14 +75,14 @@ def test_a_head_is_trained_exported_and_served(tmp_path: Path, device_name: str)
 @pytest.mark.timeout(900)
 def test_what_was_learnt_is_drafted(tmp_path: Path, device_name: str) -> None:
     """Some 100 steps over few texts, and what is measured on is among them: the head knows it by heart."""
-    train = ["--row-length", 64, "--batch-rows", 8, "--epochs", 60, "--learning-rate", 2e-3, "--passes", 3]
-    run_stages(tmp_path, device_name, num_train=40, first_held_out=10, num_tokens=40, train=train)
+    train = ["--row-length", 64, "--batch-rows", 3, "--epochs", 80, "--learning-rate", 5e-3, "--passes", 3]
+    run_stages(tmp_path, device_name, num_train=12, first_held_out=3, num_tokens=20, train=train)
     reports = [json.loads(line) for line in (tmp_path / "run" / "progress.jsonl").read_text().splitlines()]
     assert 100 < max(report["step"] for report in reports) < 400
     greedy = {"method": "eagle3", "temperature": 0.0, "drafts": "greedy"}
     foreseen, seen = lengths(tmp_path / "t.json", **greedy), lengths(tmp_path / "e.json", **greedy)
     for lengths_by_k in (foreseen, seen):
-        assert lengths_by_k[1] > 1.7
-        assert lengths_by_k[3] > 2.5
+        assert lengths_by_k[1] > 1.6
+        assert lengths_by_k[3] > 2
     # The last step of an answer is cut short in the engine, and left out of the other.
-    assert all(abs(foreseen[k] - seen[k]) < 0.2 for k in seen)
+    assert all(abs(foreseen[k] - seen[k]) < 0.3 for k in seen)
