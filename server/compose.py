@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +181,7 @@ def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> C
     return given.settings.build(
         ConnectorContext(
             name=given.name,
-            engine_id=given.engine_id or uuid.uuid4().hex,
+            engine_id=given.new_engine_id(),
             block_size=info.block_size,
             fingerprint=info.fingerprint.hex(),
             notify=notify,

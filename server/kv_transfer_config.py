@@ -1,9 +1,11 @@
 """How KV leaves and reaches this node: a setting that is a mapping, whose keys depend on the connector it names."""
 
+import re
 from collections.abc import Mapping
 from typing import Literal
+from uuid import uuid4
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from connectors.choice import ConnectorChoice
 from server.config_json import read_json
@@ -27,9 +29,19 @@ class KVTransferConfig(ConnectorChoice):
     kv_load_failure_policy: Literal["recompute", "fail"] = Field(
         default="recompute", description="what becomes of a request whose KV could not be loaded"
     )
-    engine_id: str | None = Field(
-        default=None, min_length=1, max_length=128, description="names this node to its peers; made up if not given"
-    )
+    engine_id: str | None = Field(default=None, description="names this node to its peers; made up if not given")
+
+    @field_validator("engine_id")
+    @classmethod
+    def _is_short(cls, engine_id: str | None) -> str | None:
+        if engine_id is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,31}", engine_id):
+            raise ValueError("must be 1 to 31 letters, digits, dots, dashes and underscores, or none")
+        return engine_id
+
+    def new_engine_id(self) -> str:
+        """What an engine is called from one start to the next, so that peers see that it is another one."""
+        made_up = uuid4().hex
+        return made_up if self.engine_id is None else f"{self.engine_id}-{made_up}"
 
     def of_role(self, role: Role) -> "KVTransferConfig":
         """With the `kv_role` that follows from a node's role, unless one is given. Raises: ConfigError."""

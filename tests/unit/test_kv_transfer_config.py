@@ -121,6 +121,22 @@ def test_refusals_name_field_and_limits(value: object, message: str) -> None:
     assert refusal(value) == f"{message} (from argument)"
 
 
+@pytest.mark.parametrize("engine_id", ["", "a b", "x" * 32, "ö"])
+def test_names_of_engines_are_short(engine_id: str) -> None:
+    assert refusal({"kv_connector": "null", "engine_id": engine_id}) == (
+        "kv_transfer_config.engine_id: must be 1 to 31 letters, digits, dots, dashes and underscores, or none, "
+        f"got {engine_id!r} (from argument)"
+    )
+
+
+def test_an_engine_has_another_name_with_each_start() -> None:
+    named, unnamed = read({**NULL, "engine_id": "prefill-0"}), read(NULL)
+    assert named.new_engine_id().startswith("prefill-0-")
+    for config in (named, unnamed):
+        assert config.new_engine_id() != config.new_engine_id()
+        assert len(config.new_engine_id()) <= 64
+
+
 def test_text_that_is_no_json() -> None:
     assert refusal("{memory}").startswith("kv_transfer_config: must be a JSON object or none, got '{memory}': ")
 
