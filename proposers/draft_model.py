@@ -58,6 +58,8 @@ class CausalNetwork:
 
     Of its output projection only the rows of tokens that the target has are kept: leaving the others out is
     giving them no probability.
+
+    Attributes: loaded: the model.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class CausalNetwork:
         mapping: of the target's vocabulary to its own; None where they are the same.
         runs_plain: whether its modules are to stay as they are, neither merged nor packed.
         """
-        self._loaded = loaded
+        self.loaded = loaded
         self._kv_dtype = kv_dtype
         self._input_ids: Tensor | None = None
         self._to_target: Tensor | None = None
@@ -88,12 +90,12 @@ class CausalNetwork:
     def fingerprint(self) -> str:
         """Of the model, the type of its K and V, and what it is fed."""
         fed = b"" if self._input_ids is None else self._input_ids.cpu().numpy().tobytes()
-        return hashlib.sha256(self._loaded.fingerprint + str(self._kv_dtype).encode() + fed).hexdigest()
+        return hashlib.sha256(self.loaded.fingerprint + str(self._kv_dtype).encode() + fed).hexdigest()
 
     @property
     def kv_shape(self) -> KVShape:
         """That of the model, in a type of its own."""
-        loaded = self._loaded
+        loaded = self.loaded
         return KVShape(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, self._kv_dtype)
 
     @property
@@ -104,7 +106,7 @@ class CausalNetwork:
     @property
     def max_num_tokens(self) -> int:
         """Positions the model was made for."""
-        return self._loaded.max_position_embeddings
+        return self.loaded.max_position_embeddings
 
     @property
     def to_target(self) -> Tensor | None:

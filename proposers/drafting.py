@@ -55,7 +55,10 @@ class _State:
 
 
 class NetworkProposer:
-    """Implements proposers.network.Follower for any DraftNetwork."""
+    """Implements proposers.network.Follower for any DraftNetwork.
+
+    Attributes: network: what drafts.
+    """
 
     writes_kv = True
 
@@ -75,7 +78,7 @@ class NetworkProposer:
         max_num_tokens: nothing is drafted from this position on, besides the network's own limit.
         """
         assert target.network is not None
-        self._network = network
+        self.network = network
         self._target = target
         self._num_features = num_features
         self._dtype = target.network.dtype
@@ -106,22 +109,22 @@ class NetworkProposer:
     @property
     def features(self) -> Features:
         """What the network wants."""
-        return self._network.features
+        return self.network.features
 
     @property
     def block_nbytes(self) -> int:
         """K and V, and the target's hidden states at the end of the block."""
         assert self._target.network is not None
-        shape = self._network.kv_shape
+        shape = self.network.kv_shape
         per_token = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * shape.dtype.itemsize
         return per_token * self._target.network.block_size + self._num_features * self._dtype.itemsize
 
     def bind(self, memory: BatchMemory) -> None:
         """Allocate K and V, and what is remembered."""
-        shape, device = self._network.kv_shape, memory.num_tokens.device
+        shape, device = self.network.kv_shape, memory.num_tokens.device
         kv_shape = memory.num_blocks, shape.num_layers, shape.num_kv_heads, memory.block_size, 2 * shape.head_dim
         kv = torch.zeros(kv_shape, dtype=shape.dtype, device=device)
-        self._network.bind_kv(kv)
+        self.network.bind_kv(kv)
         counts = torch.zeros(3, memory.num_tokens.shape[0], dtype=torch.int64, device=device)
         kept = edges = None
         if self._num_features:
@@ -134,7 +137,7 @@ class NetworkProposer:
 
     def kv_groups(self) -> Sequence[KVGroup]:
         """K and V, and the hidden states at the ends of blocks."""
-        state, fingerprint = self._bound, self._network.fingerprint
+        state, fingerprint = self._bound, self.network.fingerprint
         groups = [KVGroup("draft", fingerprint, state.kv, state.slots.is_whole)]
         if state.edges is not None:
             groups.append(KVGroup("edge", fingerprint, state.edges, state.slots.is_whole))
@@ -204,7 +207,7 @@ class NetworkProposer:
             num_query=computed.num_query,
             groups=tuple([replace(group, context_bound=group.context_bound + 1) for group in computed.groups]),
         )
-        hidden = None if computed.features is None else self._network.condense(computed.features)
+        hidden = None if computed.features is None else self.network.condense(computed.features)
         self._outputs = self._run(tokens, hidden)
         before = computed.positions[computed.first_token]
         newest = computed.first_token + num_tokens[rows] - 2 - before
@@ -261,7 +264,7 @@ class NetworkProposer:
         tokens = FlatTokens(slots, positions, is_real, rows, self._upload(first), num_query, tuple(groups))
         hidden = None
         if state.kept is not None:
-            hidden = self._network.condense(state.kept[slots, (positions - 1) % KEPT])
+            hidden = self.network.condense(state.kept[slots, (positions - 1) % KEPT])
         self._run(tokens, hidden)
         state.num_done[rows] = torch.minimum(state.num_done[rows] + num_query, known[rows] + 1)
 
@@ -269,7 +272,7 @@ class NetworkProposer:
         state = self._bound
         positions, step = tokens.step(state.memory, None if state.kept is None else state.first)
         token_ids = state.memory.token_ids[tokens.slots, positions].long()
-        return self._network.forward(token_ids, positions, step, hidden)
+        return self.network.forward(token_ids, positions, step, hidden)
 
     def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
         """[n] int64 on the device, without waiting for it."""

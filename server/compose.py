@@ -15,6 +15,9 @@ from torch import Tensor
 
 from connectors.base import Connector, ConnectorContext
 from proposers.base import HostProposer, Proposer, TargetModel, TargetView
+from proposers.draft_model import CausalNetwork
+from proposers.drafting import NetworkProposer
+from proposers.network import KVShape
 from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
@@ -146,11 +149,20 @@ def _build_core(config: Config) -> Core:
         draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
     )
     depth = config.scheduler.pipeline_depth
-    compilation = _compilation(config, loaded, geometry, num_threads) if is_packed else None
+    drafters = [each.network for each in proposers if isinstance(each, NetworkProposer)]
+    decoders = [
+        (loaded, geometry),
+        *[
+            (drafter.loaded, _draft_geometry(drafter.kv_shape, config.cache.block_size))
+            for drafter in drafters
+            if isinstance(drafter, CausalNetwork)
+        ],
+    ]
+    compilations = _compilations(config, decoders, num_threads) if is_packed else []
 
     def prepare() -> None:
         torch.set_num_threads(num_threads)  # each thread has a count of its own
-        if compilation is not None:
+        for compilation in compilations:
             compilation.prepare(engine.run_when_quiet)
         warm_up(runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens)
 
@@ -166,7 +178,7 @@ def _build_core(config: Config) -> Core:
         stream_interval=config.server.stream_interval,
         speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
         warm_up=prepare,
-        on_stop=lambda: None if compilation is None else compilation.cancel(),
+        on_stop=lambda: [compilation.cancel() for compilation in compilations],
         on_stopped=lambda: None if connector is None else connector.worker.shutdown(CONNECTOR_SHUTDOWN_S),
         clock=time.monotonic,
     )
@@ -287,21 +299,31 @@ def _graph_nbytes(
     return nbytes
 
 
-def _compilation(config: Config, loaded: LoadedModel, geometry: KVGeometry, num_threads: int) -> Compilation | None:
-    """What compiles the layers of a model whose operators are all C++; None where there is nothing to compile."""
-    attention = loaded.model.config._attn_implementation
-    if config.model.compile == "none" or attention != CPU_ATTENTION_NAME:
-        return None
-    order = CompileOrder(
-        model_folder=str(loaded.folder),
-        dtype=str(loaded.model.dtype).removeprefix("torch."),
-        kv_dtype=str(geometry.dtype).removeprefix("torch."),
-        attention=attention,
-        kv_shape=(geometry.num_layers, geometry.num_kv_heads, geometry.block_size, 2 * geometry.head_dim),
-        num_threads=num_threads,
-        trusts_code=config.model.trust_remote_code,
-    )
-    return Compilation(loaded.model, order, config.model.compile)
+def _compilations(
+    config: Config, decoders: Sequence[tuple[LoadedModel, KVGeometry]], num_threads: int
+) -> list[Compilation]:
+    """What compiles the layers of models whose operators are all C++; the others run as they are."""
+    if config.model.compile == "none":
+        return []
+    found: list[Compilation] = []
+    for loaded, geometry in decoders:
+        attention = loaded.model.config._attn_implementation
+        if attention == CPU_ATTENTION_NAME:
+            order = CompileOrder(
+                model_folder=str(loaded.folder),
+                dtype=str(loaded.model.dtype).removeprefix("torch."),
+                kv_dtype=str(geometry.dtype).removeprefix("torch."),
+                attention=attention,
+                kv_shape=(geometry.num_layers, geometry.num_kv_heads, geometry.block_size, 2 * geometry.head_dim),
+                num_threads=num_threads,
+                trusts_code=config.model.trust_remote_code,
+            )
+            found.append(Compilation(loaded.model, order, config.model.compile))
+    return found
+
+
+def _draft_geometry(shape: KVShape, block_size: int) -> KVGeometry:
+    return KVGeometry(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, shape.dtype)
 
 
 def _log_if_never_compiled(config: ModelConfig, device: torch.device) -> None:

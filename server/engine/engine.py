@@ -99,7 +99,7 @@ class NativeEngine:
         self._undelivered: list[SequenceOutput] = []
         self._num_failed_steps = 0
         self._is_resting = False
-        self._awaiting_quiet: tuple[Callable[[], None], float] | None = None
+        self._awaiting_quiet: list[tuple[Callable[[], None], float]] = []
         self._snapshot = scheduler.statistics()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_warm: asyncio.Future[None]
@@ -211,9 +211,10 @@ class NativeEngine:
 
         Once there was no such moment for `patience_s`, new requests are held back until what runs has ended.
 
-        Args: action: if it raises, everything goes on, with the error in the log. One at a time.
+        Args: action: if it raises, everything goes on, with the error in the log.
         """
-        self._inbox.put(partial(setattr, self, "_awaiting_quiet", (action, self._clock() + patience_s)))
+        awaited = action, self._clock() + patience_s
+        self._inbox.put(lambda: self._awaiting_quiet.append(awaited))
 
     def statistics(self) -> EngineStatistics:
         """A snapshot; requests that are still tokenising count as waiting."""
@@ -325,18 +326,18 @@ class NativeEngine:
         self._post(partial(_resolve, changed, state))
 
     def _run_when_quiet(self) -> None:
-        if self._awaiting_quiet is None:
+        if not self._awaiting_quiet:
             return
-        action, deadline_s = self._awaiting_quiet
         if self._in_flight or self._scheduler.has_started:
-            self._scheduler.holds_admission = self._clock() >= deadline_s
+            self._scheduler.holds_admission = self._clock() >= min(until_s for _, until_s in self._awaiting_quiet)
             return
-        self._awaiting_quiet = None
         self._scheduler.holds_admission = False
-        try:
-            action()
-        except Exception as error:  # what it should have changed is as it was
-            logger.warning("%s", error)
+        actions, self._awaiting_quiet = self._awaiting_quiet, []
+        for action, _ in actions:
+            try:
+                action()
+            except Exception as error:  # what it should have changed is as it was
+                logger.warning("%s", error)
 
     def _step(self) -> None:
         external = self._scheduler.external
