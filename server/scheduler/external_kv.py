@@ -88,21 +88,23 @@ class ExternalKV:
             return transfer.is_over
         hashes = transfer.request.hashes
         local = longest_hit(self._pool, hashes)
-        if len(local) == len(hashes):
-            return self._give_up(transfer)
-        if hashes[len(local)] in self._loading:
+        if len(local) < len(hashes) and hashes[len(local)] in self._loading:
             return False  # another sequence's load brings it
+        # Asked even if all is here: who holds it for this sequence may let it go then.
         num_tokens = self._connector.get_num_new_matched_tokens(transfer.request, len(local) * self._block_size)
         if num_tokens is None:
             return False
         num_blocks = min(num_tokens // self._block_size, len(hashes) - len(local))
         if num_blocks == 0:
-            return self._give_up(transfer)
+            transfer.is_over = True
+            return True
         num_free = self._pool.num_free - sum(self._pool.is_free(block_id) for block_id in local)
-        if num_free < num_blocks:
-            return self._give_up(transfer) if is_idle and not self._loading else False
-        self._load(transfer, local, num_blocks)
-        return False
+        if num_free >= num_blocks:
+            self._load(transfer, local, num_blocks)
+        elif is_idle and not self._loading:  # no block will become free
+            self._connector.cancel(transfer.request.seq_id)
+            transfer.is_over = True
+        return transfer.is_over
 
     def _begin(self, sequence: Sequence) -> _Transfer:
         num_full = (len(sequence.token_ids) - 1) // self._block_size
@@ -119,10 +121,6 @@ class ExternalKV:
         transfer = self._transfers[request.seq_id] = self._of_sequence[sequence.seq_id] = _Transfer(request, sequence)
         self.num_queried_tokens += num_full * self._block_size
         return transfer
-
-    def _give_up(self, transfer: _Transfer) -> bool:
-        transfer.is_over = True
-        return True
 
     def _load(self, transfer: _Transfer, local: list[int], num_blocks: int) -> None:
         self._pool.acquire(local)
