@@ -1,0 +1,54 @@
+"""The blocks of this node as a TCP connection reads and writes them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from connectors.base import KVCaches, KVGroup
+from connectors.host_blocks import HostBlocks
+from connectors.peer_layout import MAX_GROUPS, NodeLayout
+from connectors.tcp_messages import MAX_SEGMENTS
+
+CHUNK_NBYTES = 1 << 20
+"""So much is summed up and sent at a time: it stays in the processor's cache in between."""
+NUM_STAGES = 16
+"""Blocks that are copied to or from a device at a time."""
+
+
+class LocalBlocks:
+    """All groups of this node; used from several threads at a time."""
+
+    def __init__(self, caches: KVCaches) -> None:
+        self.layout = NodeLayout.of(caches)
+        self._groups: Sequence[KVGroup] = caches.groups[:MAX_GROUPS]
+        self._blocks = [HostBlocks(group.blocks, NUM_STAGES) for group in self._groups]
+        self.num_blocks = caches.target.blocks.shape[0]
+        self._is_host = caches.target.blocks.device.type == "cpu"
+
+    def mark(self) -> None:
+        """What is queued on the device now goes before what is written to blocks; the step thread's."""
+        for blocks in self._blocks:
+            blocks.mark()
+
+    def num_segments(self, groups: Sequence[int]) -> int:
+        """How many segments go into one chunk. A thread uses one stage at a time, or all may wait for all."""
+        if not self._is_host:
+            return 1
+        nbytes = sum(self.layout.groups[group].block_nbytes for group in groups) // len(groups)
+        return max(1, min(MAX_SEGMENTS, CHUNK_NBYTES // max(1, nbytes)))
+
+    @contextmanager
+    def reading(self, segments: Sequence[tuple[int, int]]) -> Iterator[list[memoryview | None]]:
+        """The content of each group and block; None where there is none."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(self._blocks[group].reading(block_id))
+                if self._groups[group].is_whole(block_id)
+                else None
+                for group, block_id in segments
+            ]
+
+    @contextmanager
+    def writing(self, segments: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
+        """Buffers that are in these blocks once the context was left."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self._blocks[group].writing(block_id)) for group, block_id in segments]
