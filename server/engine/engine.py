@@ -98,7 +98,7 @@ class NativeEngine:
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
         self._undelivered: list[SequenceOutput] = []
         self._num_failed_steps = 0
-        self._is_resting = False
+        self._is_resting = True
         self._awaiting_quiet: list[tuple[Callable[[], None], float]] = []
         self._snapshot = scheduler.statistics()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -301,7 +301,9 @@ class NativeEngine:
 
     def _take_messages(self) -> bool:
         """Run what others left; wait for more while there is nothing to do. Returns: False to stop."""
-        is_idle = not (self._scheduler.has_requests or self._in_flight or self._awaiting_quiet)
+        has_work = self._scheduler.has_requests or self._in_flight or self._awaiting_quiet
+        # A step's last blocks are offered once it has settled: the round after it, without rows, orders their saves.
+        is_idle = self._is_resting and not has_work
         is_waiting = is_idle or self._is_resting
         try:
             message = self._inbox.get(block=is_waiting, timeout=None if is_idle else REST_S)

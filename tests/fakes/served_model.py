@@ -32,7 +32,7 @@ async def served_model(folder: Path, **settings: object) -> AsyncIterator[Front]
     core = build_core(config)
     await core.engine.start()
     try:
-        async with running_server(core.engine, core.preprocessor, core.bus) as front:
+        async with running_server(core.engine, core.preprocessor, core.bus, role=config.disaggregation.role) as front:
             yield front
     finally:
         await core.engine.stop()
