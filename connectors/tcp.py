@@ -1,8 +1,6 @@
 """KV from node to node over TCP, without any other package."""
 
-import threading
 import time
-from collections.abc import Callable
 
 from pydantic import Field
 
@@ -11,15 +9,11 @@ from connectors.peer import PeerScheduler, PeerWorker
 from connectors.peer_address import AllowedPeers, PeerAddress
 from connectors.peer_config import PeerConfig
 from connectors.peer_leases import LeaseTable
-from connectors.peer_transport import LoadOutcome, PeerLoad
+from connectors.peer_links import PeerLinks
 from connectors.tcp_blocks import LocalBlocks
 from connectors.tcp_link import TcpLink
-from connectors.tcp_loading import Loading
 from connectors.tcp_server import TcpServer
 from server.kv_handle import KVHandle
-
-MAX_LINKS = 64
-"""Nodes that are talked to at a time."""
 
 
 class TcpConfig(PeerConfig):
@@ -68,9 +62,9 @@ class TcpTransport:
                 timeout_s=config.transfer_timeout_seconds,
             )
         self._blocks: LocalBlocks | None = None
-        self._links: dict[tuple[str, str], TcpLink] = {}
-        self._link_of_load: dict[int, TcpLink] = {}
-        self._lock = threading.Lock()
+        links = PeerLinks(self._link)
+        self.load, self.cancel, self.hold, self.release = links.load, links.cancel, links.hold, links.release
+        self._links = links
 
     @property
     def address(self) -> str:
@@ -96,74 +90,20 @@ class TcpTransport:
         assert self._blocks is not None
         self._blocks.mark()
 
-    def load(self, load: PeerLoad, ended: Callable[[LoadOutcome], None]) -> None:
-        """Begin it, unless too many nodes are talked to: then it has failed."""
-        link = self._link(load.source)
-        if link is None:
-            ended(LoadOutcome(frozenset(load.block_ids)))
-            return
-        with self._lock:
-            self._link_of_load[load.seq_id] = link
-
-        def end(outcome: LoadOutcome) -> None:
-            with self._lock:
-                self._link_of_load.pop(load.seq_id, None)
-            ended(outcome)
-
-        link.load(Loading(load, end))
-
-    def cancel(self, seq_id: int) -> None:
-        """See PeerTransport."""
-        with self._lock:
-            link = self._link_of_load.get(seq_id)
-        if link is not None:
-            link.cancel(seq_id)
-
-    def hold(self, source: KVHandle) -> None:
-        """See PeerTransport."""
-        link = self._link(source)
-        if link is not None:
-            link.hold(source.lease_id)
-
-    def release(self, source: KVHandle) -> None:
-        """See PeerTransport."""
-        link = self._link(source)
-        if link is not None:
-            link.release(source.lease_id)
-
-    def _link(self, source: KVHandle) -> TcpLink | None:
-        """The link to a handle's node; only the step thread's. None if there are too many others in use."""
-        key = (source.address, source.engine_id)
-        link = self._links.pop(key, None)
-        if link is None:
-            assert self._blocks is not None
-            if len(self._links) >= MAX_LINKS and not self._close_idle_link():
-                return None
-            link = TcpLink(
-                PeerAddress.parse(source.address),
-                source.engine_id,
-                self._blocks,
-                self._clock,
-                num_threads=self._config.num_threads,
-                peer_timeout_s=self._config.peer_timeout_seconds,
-            )
-        self._links[key] = link  # those used longest ago come first
-        return link
-
-    def _close_idle_link(self) -> bool:
-        for key, link in self._links.items():
-            if link.is_idle:
-                del self._links[key]
-                link.close(0.0)
-                return True
-        return False
+    def _link(self, address: PeerAddress, engine_id: str) -> TcpLink:
+        assert self._blocks is not None
+        return TcpLink(
+            address,
+            engine_id,
+            self._blocks,
+            self._clock,
+            num_threads=self._config.num_threads,
+            peer_timeout_s=self._config.peer_timeout_seconds,
+        )
 
     def close(self, timeout_s: float) -> None:
         """End all loads and threads; may be called twice."""
         until_s = time.monotonic() + timeout_s
-        for link in self._links.values():
-            link.stop()
-        for link in self._links.values():
-            link.close(max(0.0, until_s - time.monotonic()))
+        self._links.close(timeout_s)
         if self._server is not None:
             self._server.close(max(0.0, until_s - time.monotonic()))

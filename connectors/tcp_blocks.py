@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeAlias
+
+import torch
 
 from connectors.base import KVCaches, KVGroup
 from connectors.host_blocks import HostBlocks
@@ -10,6 +13,8 @@ from connectors.tcp_messages import MAX_SEGMENTS
 
 CHUNK_NBYTES = 1 << 20
 """So much is summed up and sent at a time: it stays in the processor's cache in between."""
+Segment: TypeAlias = tuple[int, int]
+"""A group of this node, and a block of its own or, by its place, of a pull."""
 NUM_STAGES = 16
 """Blocks that are copied to or from a device at a time."""
 
@@ -21,8 +26,15 @@ class LocalBlocks:
         self.layout = NodeLayout.of(caches)
         self._groups: Sequence[KVGroup] = caches.groups[:MAX_GROUPS]
         self._blocks = [HostBlocks(group.blocks, NUM_STAGES) for group in self._groups]
-        self.num_blocks = caches.target.blocks.shape[0]
         self._is_host = caches.target.blocks.device.type == "cpu"
+        self._memory = [self._flat(group) for group in self._groups]
+
+    @staticmethod
+    def _flat(group: KVGroup) -> memoryview | None:
+        """All blocks as they lie in host memory, from which slices are taken at little cost."""
+        if group.blocks.device.type != "cpu" or not group.blocks.is_contiguous():
+            return None
+        return group.blocks.flatten().view(torch.uint8).numpy().data
 
     def mark(self) -> None:
         """What is queued on the device now goes before what is written to blocks; the step thread's."""
@@ -37,18 +49,28 @@ class LocalBlocks:
         return max(1, min(MAX_SEGMENTS, CHUNK_NBYTES // max(1, nbytes)))
 
     @contextmanager
-    def reading(self, segments: Sequence[tuple[int, int]]) -> Iterator[list[memoryview | None]]:
-        """The content of each group and block; None where there is none."""
+    def reading(self, segments: Sequence[Segment]) -> Iterator[list[memoryview | None]]:
+        """The content of each segment; None where there is none."""
         with ExitStack() as stack:
             yield [
-                stack.enter_context(self._blocks[group].reading(block_id))
+                self._slice(group, block_id) or stack.enter_context(self._blocks[group].reading(block_id))
                 if self._groups[group].is_whole(block_id)
                 else None
                 for group, block_id in segments
             ]
 
     @contextmanager
-    def writing(self, segments: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
+    def writing(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
         """Buffers that are in these blocks once the context was left."""
         with ExitStack() as stack:
-            yield [stack.enter_context(self._blocks[group].writing(block_id)) for group, block_id in segments]
+            yield [
+                self._slice(group, block_id) or stack.enter_context(self._blocks[group].writing(block_id))
+                for group, block_id in segments
+            ]
+
+    def _slice(self, group: int, block_id: int) -> memoryview | None:
+        memory = self._memory[group]
+        if memory is None:
+            return None
+        nbytes = self.layout.groups[group].block_nbytes
+        return memory[block_id * nbytes : (block_id + 1) * nbytes]

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from connectors.peer_address import PeerAddress
-from connectors.tcp_messages import HEADER, Message, ProtocolError, pack, padding, unpack, unpack_header
-
+from connectors.tcp_messages import ALIGNMENT, HEADER, Message, pack, padded, unpack, unpack_header
 
 TICK_S = 0.1
 _TICK = struct.pack("@ll", 0, int(TICK_S * 1e6))  # a timeval
@@ -72,22 +71,25 @@ class Connection:
                     raise ConnectionLost("the other side has closed the connection")
                 _advance(left, count)
 
-    def receive(self, *, until_s: float, rest_s: float | None = None) -> Message:
-        """The next message.
-
-        Args: rest_s: how long it may take once its first byte is there, if that is shorter.
-        Raises: OSError, ProtocolError.
-        """
-        self._wait_for_byte(until_s)
-        if rest_s is not None:
-            until_s = min(until_s, self._clock() + rest_s)
-        header = bytearray(HEADER.size)
-        self.receive_into([header], until_s=until_s)
-        kind, nbytes = unpack_header(bytes(header))
-        rest = bytearray(nbytes + padding(nbytes))
+    def receive(self, *, until_s: float) -> Message:
+        """The next message, which is on its way. Raises: OSError, ProtocolError."""
+        message = bytearray(ALIGNMENT)
+        self.receive_into([message], until_s=until_s)
+        kind, nbytes = unpack_header(message)
+        rest = bytearray(padded(nbytes) - ALIGNMENT)
         if rest:
             self.receive_into([rest], until_s=until_s)
-        return unpack(kind, bytes(rest[:nbytes]))
+            message += rest
+        return unpack(kind, bytes(message[HEADER.size : HEADER.size + nbytes]))
+
+    def receive_next(self, *, idle_s: float, timeout_s: float) -> Message:
+        """The next message, which may never come.
+
+        Args: idle_s: until it begins. timeout_s: from then until its end.
+        Raises: OSError, ProtocolError.
+        """
+        self._wait_for_byte(self._clock() + idle_s)
+        return self.receive(until_s=self._clock() + timeout_s)
 
     def _wait_for_byte(self, until_s: float) -> None:
         """Wait without looking up, as most connections are idle."""
@@ -119,9 +121,3 @@ def _advance(buffers: list[memoryview], count: int) -> None:
     del buffers[:num_done]
     if count:
         buffers[0] = buffers[0][count:]
-
-
-def expect(message: Message, *classes: type[Message]) -> None:
-    """Raises: ProtocolError unless the message is one of these."""
-    if not isinstance(message, classes):
-        raise ProtocolError(f"{message.kind.name} comes out of turn")

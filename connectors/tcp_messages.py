@@ -3,9 +3,9 @@
 The node that wants blocks connects, says Hello and is told Welcome or Refused. Then it sends Pull, and gets one Data
 after the other until it has all blocks, or Failed; Keep and Release have no answer.
 
-Every message is a header, kind and length, then so many bytes, then zeros up to a multiple of 64. Numbers are unsigned and little-endian, texts are UTF-8
-behind their length. Behind a Data message come the bytes that it describes, which are not in its length. Nothing is
-believed: what is too long, ends too early or too late is a ProtocolError.
+Every message is a header, kind and length, then so many bytes, then zeros up to a multiple of 64. Numbers are unsigned
+and little-endian, texts are UTF-8 behind their length. Behind a Data message come the bytes that it describes, which
+are not in its length. Nothing is believed: what is too long, ends too early or too late is a ProtocolError.
 """
 
 import struct
@@ -269,21 +269,21 @@ _CLASSES: dict[int, type[Message]] = {
 }
 
 
-def padding(nbytes: int) -> int:
-    """Zeros behind a message of so many bytes."""
-    return -(HEADER.size + nbytes) % ALIGNMENT
+def padded(nbytes: int) -> int:
+    """Bytes of a message with header and zeros. Args: nbytes: without."""
+    return -(-(HEADER.size + nbytes) // ALIGNMENT) * ALIGNMENT
 
 
 def pack(message: Message) -> bytes:
     """A message with its header."""
     body = message.encode()
     assert len(body) <= MAX_MESSAGE_NBYTES
-    return HEADER.pack(message.kind, len(body)) + body + bytes(padding(len(body)))
+    return (HEADER.pack(message.kind, len(body)) + body).ljust(padded(len(body)), b"\0")
 
 
-def unpack_header(header: bytes) -> tuple[Kind, int]:
-    """Kind and length of what follows. Raises: ProtocolError."""
-    number, nbytes = HEADER.unpack(header)
+def unpack_header(start: bytearray) -> tuple[Kind, int]:
+    """Kind and length of the message that begins so. Raises: ProtocolError."""
+    number, nbytes = HEADER.unpack_from(start)
     if number not in _CLASSES or nbytes > MAX_MESSAGE_NBYTES:
         raise ProtocolError(f"a message of kind {number} and {nbytes} bytes")
     return Kind(number), nbytes

@@ -1,10 +1,10 @@
 """Which blocks of another node a load is made of, and where what comes is put."""
 
-from connectors.tcp_blocks import LocalBlocks
-from connectors.tcp_loading import Loading
+from connectors.peer_loading import Loading
+from connectors.tcp_blocks import LocalBlocks, Segment
 from connectors.tcp_messages import Pull
 from connectors.tcp_recut import Staging
-from connectors.tcp_session import PeerRefused, Segment, Session
+from connectors.tcp_session import PeerRefused, Session
 
 
 def pull_blocks(session: Session, loading: Loading, blocks: LocalBlocks) -> None:
@@ -67,15 +67,16 @@ def _pull_and_cut(session: Session, loading: Loading, blocks: LocalBlocks) -> No
             bad |= bad_places
 
         session.pull(
-            Pull(load.source.lease_id, staging.first, staging.count, 1, b""),
+            Pull(load.source.lease_id, staging.cut.first, staging.cut.count, 1, b""),
             staging.writing,
             came,
             at_a_time=blocks.num_segments([0]),
             until_s=load.until_s,
         )
-        for place, block in enumerate(staging.cut()):
+        for place, block in enumerate(staging.ours()):
             segment: Segment = (0, load.block_ids[done + place])
             with blocks.writing([segment]) as (buffer,):
                 buffer[:] = block
-        lacking = range(done, done + staging.num_cut) if len(blocks.layout.groups) > 1 else ()
-        loading.came(done + staging.num_cut, _moved(staging.cut_from(bad), done), lacking)
+        end = done + staging.cut.num_blocks
+        lacking = range(done, end) if len(blocks.layout.groups) > 1 else ()
+        loading.came(end, _moved(staging.cut.cut_from(bad), done), lacking)

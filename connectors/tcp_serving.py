@@ -58,7 +58,7 @@ class Serving:
         try:
             if self._greet():
                 while True:
-                    self._answer(self._connection.receive(until_s=self._clock() + IDLE_S, rest_s=self._timeout_s))
+                    self._answer(self._connection.receive_next(idle_s=IDLE_S, timeout_s=self._timeout_s))
         except ProtocolError as error:
             self._log.warning("protocol", "a connection for KV is closed: %s", error)
         except OSError as error:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 from connectors.peer_address import PeerAddress
 from connectors.peer_layout import NodeLayout, mismatch, shared_groups
+from connectors.tcp_blocks import Segment
 from connectors.tcp_connection import Connection
 from connectors.tcp_messages import (
     PROTOCOL_VERSION,
@@ -22,8 +23,6 @@ from connectors.wire import checksum
 
 CONNECT_TIMEOUT_S = 2.0
 
-Segment: TypeAlias = tuple[int, int]
-"""A group of this node, and a block's place in the pull."""
 Write: TypeAlias = Callable[[Sequence[Segment]], AbstractContextManager[Sequence[memoryview]]]
 """Buffers for segments, whose content is where it belongs once the context was left."""
 Came: TypeAlias = Callable[[int, frozenset[int], frozenset[int]], None]

@@ -2,9 +2,16 @@
 
 import threading
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from connectors.peer_transport import LoadOutcome, PeerLoad
-from connectors.tcp_connection import Connection
+
+
+class Stoppable(Protocol):
+    """What a load waits for."""
+
+    def stop(self) -> None:
+        """Have it wait no longer; from any thread, never waits."""
 
 
 class Cancelled(Exception):
@@ -25,7 +32,7 @@ class Loading:
         self._lacking: set[int] = set()
         self._ended = ended
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._waits_for: Stoppable | None = None
         self._has_begun = False
         self._is_cancelled = False
 
@@ -44,15 +51,15 @@ class Loading:
         """Have it end soon. Returns: whether it had not begun: the caller is to end it."""
         with self._lock:
             is_first, self._is_cancelled = not self._is_cancelled, True
-            if self._connection is not None:
-                self._connection.stop()
+            if self._waits_for is not None:
+                self._waits_for.stop()
             return is_first and not self._has_begun
 
-    def use(self, connection: Connection | None) -> None:
+    def use(self, waits_for: Stoppable | None) -> None:
         """What is to be stopped if it is cancelled. Raises: Cancelled."""
         with self._lock:
-            self._connection = connection
-            if connection is not None and self._is_cancelled:
+            self._waits_for = waits_for
+            if waits_for is not None and self._is_cancelled:
                 raise Cancelled
 
     def came(self, num_done: int, bad: Iterable[int], lacking: Iterable[int]) -> None:
