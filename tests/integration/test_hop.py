@@ -158,19 +158,22 @@ async def test_with_speculation_where_tokens_are_generated(folder: Path) -> None
         assert sum((await nodes.decode.client.stats()).draft_tokens_per_position) > 0
 
 
-async def test_blocks_of_the_prompt_come_through_files(folder: Path, tmp_path: Path) -> None:
-    kv_transfer = {
-        "kv_connector": "filesystem",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "blocks")},
-    }
-    async with running_nodes(folder, kv_transfer=kv_transfer) as nodes:
+def connector(name: str, folder: Path) -> Mapping[str, Any]:
+    """A connector's settings."""
+    extra = {"shared_storage_path": str(folder / "blocks")} if name == "filesystem" else {}
+    return {"kv_connector": name, "kv_connector_extra_config": extra}
+
+
+@pytest.mark.parametrize("name", ["filesystem", "tcp"])
+async def test_blocks_of_the_prompt_come_from_the_other_node(folder: Path, tmp_path: Path, name: str) -> None:
+    async with running_nodes(folder, kv_transfer=connector(name, tmp_path)) as nodes:
         await ask_all(nodes)
-        assert (await nodes.decode.client.stats()).prefix_hit_tokens > 0
         before = (await nodes.decode.client.stats()).prefix_hit_tokens
         output = await nodes.client.generate(token_ids=[99, *PROMPT, *PROMPT], max_tokens=3)
         hits = (await nodes.decode.client.stats()).prefix_hit_tokens - before
         assert hits == len([99, *PROMPT, *PROMPT]) // 16 * 16, "every full block of a prompt that it has never seen"
         assert output.choices[0].finished.usage.cached_tokens == 0, "nothing of it was cached where it was computed"
+        await nodes.settle()
 
 
 async def test_a_first_token_with_a_stop_string_is_the_prefill_nodes_alone(folder: Path) -> None:
