@@ -46,7 +46,7 @@ class Stepping:
         method: Method = Method.STANDARD,
         load_format: Any = "auto",
         is_compiled: bool = False,
-        build: Callable[[TargetView], Proposer] | None = None,
+        build: Callable[[TargetView], Sequence[Proposer]] | None = None,
         num_blocks: int | None = None,
         enable_prefix_caching: bool = False,
         **scheduling: Any,
@@ -79,15 +79,16 @@ class Stepping:
             block_size=block_size,
             max_num_tokens=max_tokens,
         )
+        proposers: list[Proposer | HostProposer] = [] if proposer is None else [proposer]
         if build is not None:
-            proposer = build(TargetView(loaded.vocab_size, device, config.max_num_seqs, self.target))
+            proposers += build(TargetView(loaded.vocab_size, device, config.max_num_seqs, self.target))
         self.runner = Runner(
             loaded.model,
             self.head,
             allocate_kv(geometry, num_blocks, device),
             num_slots=config.max_num_seqs,
             max_tokens=max_tokens,
-            proposers=[] if proposer is None else [proposer],
+            proposers=proposers,
             acceptance=Acceptance(method),
         )
         info = replace(
@@ -100,7 +101,7 @@ class Stepping:
             BlockPool(num_blocks),
             enable_prefix_caching=enable_prefix_caching,
             clock=time.monotonic,
-            num_lookahead_tokens=k if getattr(proposer, "writes_kv", False) else 0,
+            num_lookahead_tokens=k if any(getattr(each, "writes_kv", False) for each in proposers) else 0,
         )
         self.outputs: list[SequenceOutput] = []
         self._in_flight: deque[Any] = deque()

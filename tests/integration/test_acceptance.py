@@ -1,13 +1,21 @@
 """The rules of acceptance through the whole engine."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from scipy import stats
 
+from proposers.base import Proposer, TargetView
+from proposers.draft_model import CausalNetwork
+from proposers.drafting import NetworkProposer
+from proposers.ngram import NgramProposer
+from proposers.vocab_mapping import VocabularyMapping
+from server.config import ModelConfig
 from server.kernels.rejection import Method
+from server.model.loader import load_model
 from server.request import Request, SamplingParams
 from tests.fakes.drawing_proposer import DrawingProposer
 from tests.fakes.engine_under_test import engine_on, ngram
@@ -25,14 +33,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("acceptance"))
 
 
-def answers(folder: Path, device_name: str, method: Method, known: range | None) -> tuple[list[list[int]], int]:
-    """Many unseeded answers to one prompt, and how many drafts were kept. Args: known: the drafter's vocabulary."""
+def answers(
+    folder: Path,
+    device_name: str,
+    method: Method,
+    build: Callable[[TargetView], Sequence[Proposer]] | None,
+) -> tuple[list[list[int]], int]:
+    """Many unseeded answers to one prompt, and how many drafts were kept."""
     stepping = Stepping(
         folder,
         torch.device(device_name),
         torch.float32,
-        k=0 if known is None else 2,
-        proposer=None if known is None else DrawingProposer(2, 512, known, device_name),
+        k=0 if build is None else 2,
+        build=build,
         method=method,
         max_num_seqs=64,
     )
@@ -48,13 +61,8 @@ def undrafted(folder: Path, device_name: str) -> list[list[int]]:
     return answers(folder, device_name, Method.STANDARD, None)[0]
 
 
-@pytest.mark.parametrize("known", [range(18, 26), range(22, 40)], ids=["all", "some"])
-@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
-def test_unseeded_answers_are_distributed_as_without_speculation(
-    folder: Path, device_name: str, undrafted: list[list[int]], method: Method, known: range
-) -> None:
-    drafted, num_accepted = answers(folder, device_name, method, known)
-    assert num_accepted > NUM_REQUESTS / 20
+def assert_alike(undrafted: list[list[int]], drafted: list[list[int]]) -> None:
+    """The joint distributions of the first tokens."""
     for length in (1, 2, 3):  # of 6^length beginnings, those too rare for a test of their own share one
         counts = [Counter(tuple(tokens[:length]) for tokens in each) for each in (undrafted, drafted)]
         common = [key for key, count in (counts[0] + counts[1]).items() if count >= 20]
@@ -62,6 +70,41 @@ def test_unseeded_answers_are_distributed_as_without_speculation(
         table = [[*row, NUM_REQUESTS - sum(row) + 1] for row in table]
         assert len(common) > 3
         assert stats.chi2_contingency(table).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("known", [range(18, 26), range(22, 40)], ids=["all", "some"])
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_unseeded_answers_are_distributed_as_without_speculation(
+    folder: Path, device_name: str, undrafted: list[list[int]], method: Method, known: range
+) -> None:
+    drafted, num_accepted = answers(
+        folder, device_name, method, lambda _: [DrawingProposer(2, 512, known, device_name)]
+    )
+    assert num_accepted > NUM_REQUESTS / 20
+    assert_alike(undrafted, drafted)
+
+
+@pytest.mark.parametrize("is_in_list", [False, True], ids=["alone", "behind ngram"])
+@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
+def test_so_are_those_drafted_by_a_model(
+    tmp_path: Path, folder: Path, device_name: str, undrafted: list[list[int]], method: Method, is_in_list: bool
+) -> None:
+    """Of other weights; where a list has a lookup in front, answers mix both kinds of drafts."""
+    model = build_tiny_model(tmp_path, num_layers=1, seed=9)
+
+    def build(target: TargetView) -> list[Proposer]:
+        to_target = torch.full((512,), -1)
+        to_target[18:26] = torch.arange(18, 26)  # the others would seldom be kept
+        mapping = VocabularyMapping(to_target, torch.arange(512))
+        loaded = load_model(ModelConfig(model=str(model)), target.device, torch.float32)
+        network = CausalNetwork(loaded, torch.float32, mapping, runs_plain=True)
+        drawing = NetworkProposer(network, target, num_speculative_tokens=2, is_sampled=True)
+        lookup = NgramProposer(2, 1, 1, takes_last=True, device=target.device)
+        return [lookup, drawing] if is_in_list else [drawing]
+
+    drafted, num_accepted = answers(folder, device_name, method, build)
+    assert num_accepted > NUM_REQUESTS / 10
+    assert_alike(undrafted, drafted)
 
 
 @pytest.mark.parametrize("method", ["block", "synthetic"])

@@ -51,7 +51,7 @@ class FedStepping(Stepping):
         self._num_requests = 0
 
     def _proposer(self, features: Features) -> Any:
-        def build(target: TargetView) -> NetworkProposer:
+        def build(target: TargetView) -> list[NetworkProposer]:
             assert target.network is not None
             self._network = FedNetwork(target.network, features, FEW, target.device)
             proposer = NetworkProposer(
@@ -69,7 +69,7 @@ class FedStepping(Stepping):
                 return draft
 
             proposer.propose = recorded  # type: ignore[method-assign]
-            return proposer
+            return [proposer]
 
         return build
 
