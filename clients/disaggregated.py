@@ -74,6 +74,7 @@ class DisaggregatedGeneration(AsyncStream):
         self._key = beginning_of(request)
         self._progress = Progress(request)
         self._goes_on = False
+        self._beginner: Node | None = None
         self._is_cancelled = False
         self._loss: OutriderClientError | None = None
         node = None if holder is not None else prefill.pick(self._key)
@@ -83,9 +84,12 @@ class DisaggregatedGeneration(AsyncStream):
             self._enter(decode, request, holder or self._any_decode_node())
 
     def cancel(self) -> None:
-        """End the call that is live; none follows it."""
+        """End the call that is live; none follows it, and what is held for one is let go."""
         self._is_cancelled = True
         self._call.cancel()
+        if self._beginner is not None and self._progress.has_lease:
+            self._beginner.release(self._progress.request_id)
+        self._beginner = None
 
     async def _read(self) -> Event | None:
         """The next event, None at the end; goes on elsewhere where it was handed on or can be."""
@@ -130,6 +134,8 @@ class DisaggregatedGeneration(AsyncStream):
 
     def _go_on(self) -> None:
         """Have a decode node go on from where the request has come to."""
+        if self._is_prefill:
+            self._beginner = self._node
         self._goes_on = True
         self._enter(self._decode, self._progress.continuation(), self._any_decode_node())
 
@@ -151,6 +157,8 @@ class DisaggregatedGeneration(AsyncStream):
             case "finished" if self._is_prefill and message.finished.HasField("handed_on"):
                 return None
         self._has_output = True
+        if self._goes_on:  # it has what it wants of the KV
+            self._beginner = None
         return self._builder.add(message)
 
     async def _recover(self, error: OutriderClientError) -> None:

@@ -1,6 +1,7 @@
 """Servers that do the same part of requests, and which of them is to do the next one."""
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Collection, Iterable
@@ -35,6 +36,7 @@ class Node:
         self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
         self._stub = InferenceStub(self._channel)
         self._num_live = 0
+        self._aborting: set[asyncio.Task[None]] = set()
         self._num_others = 0
 
     @property
@@ -62,9 +64,21 @@ class Node:
         self.is_up = True
         self._num_others = max(0, stats.num_running + stats.num_waiting - num_live)
 
+    def release(self, request_id: str) -> None:
+        """Tell it, aside, that nobody goes on with what it has handed on; what is held there ends by itself as well."""
+        task = asyncio.get_running_loop().create_task(self._abort(request_id))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
     async def close(self) -> None:
         """Cancel what is live and disconnect."""
+        await asyncio.gather(*self._aborting)
         await self._channel.close()
+
+    async def _abort(self, request_id: str) -> None:
+        request = pb.AbortRequest(request_ids=[request_id])
+        with contextlib.suppress(OutriderClientError):
+            await uncancelled(self._stub.Abort(request, timeout=ANSWER_TIMEOUT_S))
 
     def _ended(self, _: Any) -> None:
         self._num_live -= 1

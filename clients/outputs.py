@@ -9,6 +9,7 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_ABORT: "abort",
+    pb.FINISH_REASON_HANDED_ON: "handed_on",
 }
 
 
@@ -104,7 +105,8 @@ class SpeculationStats:
 class Finished:
     """One choice has ended.
 
-    `finish_reason` is "stop", "length" or "abort"; `stop_reason` the matched token id or string.
+    `finish_reason` is "stop", "length", "abort" or, of a choice that another node is to go on with, "handed_on";
+    `stop_reason` the matched token id or string.
     """
 
     index: int

@@ -38,6 +38,16 @@ class Progress:
         return all(choice.has_ended for choice in self._choices)
 
     @property
+    def request_id(self) -> str:
+        """The request's id, once a node has begun."""
+        return self._request_id
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether the node that began holds KV for the one that goes on."""
+        return self._source is not None and bool(self._source.lease_id)
+
+    @property
     def can_go_on(self) -> bool:
         """Whether another node could go on from what was delivered: it needs the prompt's ids.
 

@@ -187,6 +187,10 @@ class NativeEngine:
         self._inbox.put(partial(self._scheduler.abort, request_id))
         return True
 
+    def release(self, request_id: str) -> None:
+        """Nobody goes on with what was handed on of a request; see Engine.release."""
+        self._inbox.put(partial(self._scheduler.release, request_id))
+
     async def set_speculation(self, change: SpeculationChange) -> SpeculationState:
         """Change speculation between two steps, for all requests; see Engine.set_speculation."""
         if not self.is_alive:
@@ -251,6 +255,8 @@ class NativeEngine:
             self._inbox.put(partial(self._scheduler.abort, request_id, output.choice))
         if live.is_finished:
             self._remove(request_id).mailbox.close()
+            if output.request.hands_on and not live.is_handed_on:  # by stop strings, which the scheduler does not see
+                self.release(request_id)
 
     def _error_of(self, output: SequenceOutput) -> OutriderError:
         request_id = output.request.request_id

@@ -129,6 +129,11 @@ class LiveRequest:
         """Whether every choice has ended."""
         return self.is_submitted and self._num_open == 0
 
+    @property
+    def is_handed_on(self) -> bool:
+        """Whether another node is to go on with a choice."""
+        return any(end.finish_reason is FinishReason.HANDED_ON for end in self.mailbox.finished)
+
     def submit(self, request: Request, decoder: Decoder) -> None:
         """Take in the tokenised request. Raises: InvalidRequest, if it goes on in a way that cannot be."""
         self._choices = [Choice(decoder, request, index) for index in range(request.sampling.n)]

@@ -216,6 +216,9 @@ class Engine(Protocol):
         Returns: whether a live request of that id was found.
         """
 
+    def release(self, request_id: str) -> None:
+        """Nobody goes on with what was handed on of a request: what is held for it is let go. Unknown ids are ignored."""
+
     def statistics(self) -> EngineStatistics:
         """A snapshot of scheduler, cache and speculation; may be called from any thread."""
 

@@ -89,6 +89,10 @@ class InferenceService(InferenceServicer):
                 stream = self._engine.open(request_id, deadline_s=deadline_s)
                 try:
                     await self._stream(stream, request, is_handed_on, arrival_s, deadline_s, context, record)
+                except BaseException:
+                    if is_handed_on:  # whoever left does not know what was handed on
+                        self._engine.release(request_id)
+                    raise
                 finally:
                     self._engine.abort(request_id)
                     record.choices = tuple(stream.finished)
@@ -115,12 +119,7 @@ class InferenceService(InferenceServicer):
                 raise InvalidRequest.of(
                     "request_ids", f"at most {MAX_ABORTED_IDS} in a call, got {len(request.request_ids)}"
                 )
-            return pb.AbortResponse(
-                results=[
-                    pb.AbortResult(request_id=request_id, found=self._engine.abort(request_id))
-                    for request_id in request.request_ids
-                ]
-            )
+            return pb.AbortResponse(results=[self._abort(request_id) for request_id in request.request_ids])
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
         """The loaded model and its limits."""
@@ -133,6 +132,12 @@ class InferenceService(InferenceServicer):
         """A snapshot of the engine."""
         async with recorded_call("GetStats", context, self._events):
             return statistics_to_proto(self._engine.statistics())
+
+    def _abort(self, request_id: str) -> pb.AbortResult:
+        is_live = self._engine.abort(request_id)
+        if not is_live:
+            self._engine.release(request_id)
+        return pb.AbortResult(request_id=request_id, found=is_live)
 
     @contextmanager
     def _reserved(self, request_id: str) -> Iterator[None]:

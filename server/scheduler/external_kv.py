@@ -34,6 +34,15 @@ class _Transfer:
     is_over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """Blocks of a prompt that are held for whoever goes on. Attributes: seq_id: what the connector knows it as."""
+
+    request_id: str
+    seq_id: int
+    block_ids: tuple[int, ...]
+
+
 class ExternalKV:
     """The scheduler's view of a connector; owned by the scheduler.
 
@@ -53,7 +62,7 @@ class ExternalKV:
         self._saving: Counter[int] = Counter()
         self._offered: list[BlockSave] = []
         self._filled: list[int] = []
-        self._leases: dict[str, tuple[int, ...]] = {}
+        self._leases: dict[str, _Lease] = {}
         self._handing_on: list[tuple[set[int], SequenceOutput]] = []
         self._handed_on: set[str] = set()
         self.num_queried_tokens = 0
@@ -69,7 +78,10 @@ class ExternalKV:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that no sequence has, and that others read from or write to."""
-        held = (*self._leases.values(), *(transfer.held for transfer in self._transfers.values()))
+        held = (
+            *(lease.block_ids for lease in self._leases.values()),
+            *(transfer.held for transfer in self._transfers.values()),
+        )
         return len(self._saving) + sum(map(len, held))
 
     # -- before a sequence starts ----------------------------------------------------------
@@ -189,13 +201,19 @@ class ExternalKV:
         output = output._replace(source=handle)
         if handle.lease_id:
             self._pool.acquire(block_ids)
-            self._leases[handle.lease_id] = block_ids
+            self._leases[handle.lease_id] = _Lease(sequence.request.request_id, request.seq_id, block_ids)
             return output
         unsaved = {block_id for block_id in block_ids if block_id in self._saving}
         if not unsaved:
             return output
         self._handing_on.append((unsaved, output))
         return None
+
+    def release(self, request_id: str) -> None:
+        """Nobody goes on with a request: what is held for it is no longer of use."""
+        for lease in self._leases.values():
+            if lease.request_id == request_id:
+                self._connector.cancel(lease.seq_id)
 
     def forget(self, request_id: str) -> None:
         """All choices of a request have ended here."""
@@ -226,7 +244,8 @@ class ExternalKV:
                 del self._saving[block_id]
             self._pool.release([block_id])
         for lease_id in finished.released:
-            self._pool.release(self._leases.pop(lease_id, ()))
+            lease = self._leases.pop(lease_id, None)
+            self._pool.release(() if lease is None else lease.block_ids)
         outputs = []
         for entry in list(self._handing_on):
             unsaved, output = entry

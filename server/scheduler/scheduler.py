@@ -113,6 +113,13 @@ class Scheduler:
         for sequence in list(self._by_request.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._end(sequence)
+        if choice is None:
+            self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Nobody goes on with what was handed on of a request; unknown ids are ignored."""
+        if self.external is not None:
+            self.external.release(request_id)
 
     # -- a step is planned -----------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class ScriptedEngine:
         self.live: dict[str, ScriptedStream] = {}
         self.submitted: list[Request] = []
         self.abort_calls: list[str] = []
+        self.released: list[str] = []
 
     @property
     def model_info(self) -> ModelInfo:
@@ -132,6 +133,10 @@ class ScriptedEngine:
         )
         self._end(stream, None)
         return True
+
+    def release(self, request_id: str) -> None:
+        """Note it."""
+        self.released.append(request_id)
 
     def statistics(self) -> EngineStatistics:
         """Live requests, and numbers to recognise."""

@@ -383,3 +383,21 @@ async def test_a_node_that_came_back_is_found(tokenizer: Tokenizer, monkeypatch:
 async def test_there_must_be_a_decode_node() -> None:
     with pytest.raises(ValueError, match="decode"):
         DisaggregatedClient(prefill=["127.0.0.1:1"], decode=[])
+
+
+async def test_what_was_handed_on_in_vain_is_let_go(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [FailsAfter(ValueError("a bug"), 1)]) as nodes:
+        with pytest.raises(RequestFailedError):
+            await nodes.client.generate(token_ids=PROMPT, max_tokens=5, request_id="failed")
+        nodes.decode[0].script = stopping_short
+        async for delta in nodes.client.generate(token_ids=PROMPT, max_tokens=5, request_id="read"):
+            if delta.token_ids == (PROMPT[1],):
+                break
+        await eventually(lambda: nodes.prefill[0].released == ["failed"])
+
+
+async def test_who_leaves_before_the_end_is_told_of_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [stopping_short], [sharing]) as nodes:
+        async for _ in nodes.client.generate(token_ids=PROMPT, max_tokens=5, request_id="left"):
+            break
+        await eventually(lambda: nodes.prefill[0].released == ["left"])

@@ -203,3 +203,17 @@ async def test_leaving_at_any_moment_leaves_nothing(folder: Path) -> None:
         await asyncio.gather(*map(leave_after, range(12)))
         await nodes.settle()
         await eventually(lambda: all(node.load == 0 for node in nodes.client._decode.nodes))
+
+
+async def test_leases_that_nobody_wants_end_at_once(folder: Path, tmp_path: Path) -> None:
+    """They would last for thirty seconds otherwise."""
+    async with running_nodes(folder, kv_transfer=connector("tcp", tmp_path)) as nodes:
+        text = await nodes.alone.client.generate(token_ids=PROMPT, max_tokens=1, temperature=0).text()
+        await nodes.prefill.client.generate(token_ids=PROMPT, max_tokens=9, temperature=0, stop=[text])
+        await nodes.settle()
+        output = await nodes.prefill.client.generate(token_ids=PROMPT, max_tokens=9, request_id="mine")
+        assert output.choices[0].finished.finish_reason == "handed_on"
+        stats = await nodes.prefill.client.stats()
+        assert stats.kv_blocks_free < stats.kv_blocks_total
+        assert await nodes.prefill.client.abort("mine") == {"mine": False}
+        await nodes.settle()

@@ -96,7 +96,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early; their streams close with finish reason ABORT.
+        """Ends requests early; their streams close with finish reason ABORT. What is held of a request that was handed on
+        is let go: nobody goes on with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
