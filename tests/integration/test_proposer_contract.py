@@ -1,7 +1,6 @@
 """What every proposer must keep to, those of other distributions included."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,21 @@ from proposers.registry import known_proposers
 from server.config import Config
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import Answer, EngineUnderTest, engine_on
-from tests.tiny_heads import build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
+from tests.fakes.proposer_settings import build_models, config_of, with_models
 from tests.tiny_model import build_tiny_model
 
 K = 3
 VOCAB = 512
 EXAMPLES = ("tests.fakes.example_proposers:RepeatConfig", "tests.fakes.example_proposers:PeriodConfig")
-SETTINGS: dict[str, dict[str, object]] = {
-    "draft_model": {"model": "draft_model"},
-    "eagle": {"model": "eagle"},
-    "eagle3": {"model": "eagle3"},
-    "layer_skip": {"num_layers": 1},
-    "medusa": {"model": "medusa"},
-    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
-}
-"""What a method needs to draft often for a tiny model; a model is named by what makes it."""
-MODELS: dict[str, Callable[[Path], Path]] = {
-    "draft_model": lambda folder: build_tiny_model(folder, num_layers=1, seed=7),
-    "eagle": build_tiny_eagle,
-    "eagle3": lambda folder: build_tiny_eagle3(folder, draft_vocab_size=300),
-    "medusa": build_tiny_medusa,
-}
-
-
-def config_of(method: str, k: int = K) -> dict[str, object]:
-    return {"method": method, "num_speculative_tokens": k, **SETTINGS.get(method, {})}
-
-
-SINGLES: dict[str, Any] = {method: config_of(method) for method in (*known_proposers(), *EXAMPLES)}
+SINGLES: dict[str, Any] = {method: config_of(method, K) for method in (*known_proposers(), *EXAMPLES)}
 LISTS: dict[str, Any] = {
     "suffix, ngram": [config_of("suffix", 5), config_of("ngram", 2)],
-    "ngram, suffix": [config_of("ngram", 2), config_of("suffix")],
-    "ngram, draft model, repeat": [config_of("ngram", 2), config_of("draft_model"), config_of(EXAMPLES[0], 1)],
+    "ngram, suffix": [config_of("ngram", 2), config_of("suffix", K)],
+    "ngram, draft model, repeat": [config_of("ngram", 2), config_of("draft_model", K), config_of(EXAMPLES[0], 1)],
     "layer skip, draft model": [config_of("layer_skip", 1), config_of("draft_model", 4)],
     "ngram, eagle3": [config_of("ngram", 2), config_of("eagle3", 4)],
-    "medusa, eagle": [config_of("medusa", 1), {**config_of("eagle"), "draft_sample_method": "greedy"}],
-    "repeat, ngram, period": [config_of(EXAMPLES[0], 1), config_of("ngram", 4), config_of(EXAMPLES[1])],
+    "medusa, eagle": [config_of("medusa", 1), {**config_of("eagle", K), "draft_sample_method": "greedy"}],
+    "repeat, ngram, period": [config_of(EXAMPLES[0], 1), config_of("ngram", 4), config_of(EXAMPLES[1], K)],
 }
 CONFIGS = SINGLES | LISTS
 ALONE = ("ngram", "suffix", *EXAMPLES)
@@ -62,14 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: str(build(tmp_path_factory.mktemp(name))) for name, build in MODELS.items()}
+    return build_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(params=list(CONFIGS.values()), ids=list(CONFIGS))
 def config(request: pytest.FixtureRequest, models: dict[str, str]) -> Any:
     """Each as it is given, its models being folders."""
-    members = request.param if isinstance(request.param, list) else [request.param]
-    return [{**each, "model": models[each["model"]]} if "model" in each else each for each in members]
+    return with_models(request.param, models)
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
