@@ -211,11 +211,13 @@ class DisaggregatedClient:
         prefill: Iterable[str],
         decode: Iterable[str],
         min_prompt_tokens: int = DEFAULT_MIN_PROMPT_TOKENS,
+        remembers_prompts: bool = True,
         retry: RetryPolicy = DEFAULT_RETRY,
     ) -> None:
         """Args:
         prefill, decode: targets, HOST:PORT or unix:PATH; at least one decode node.
         min_prompt_tokens: shorter prompts, by their ids or a quarter of their bytes, are a decode node's alone.
+        remembers_prompts: whether a prompt that a decode node has answered lately is that node's alone.
         retry: attempts of each part of a request; there are pauses once every decode node was tried.
         """
         self._prefill = NodePool(prefill)
@@ -225,7 +227,7 @@ class DisaggregatedClient:
         self._nobody = NodePool(())
         self._min_prompt_tokens = min_prompt_tokens
         self._retry = retry
-        self._recent = RecentPrompts()
+        self._recent = RecentPrompts() if remembers_prompts else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -259,9 +261,9 @@ class DisaggregatedClient:
         request = generate_request(prompt, options)
         self._prefill.refresh_if_old()
         self._decode.refresh_if_old()
-        identity = identity_of(request)
-        holder = self._recent.find(identity)
         is_short = estimated_tokens(request) < self._min_prompt_tokens
+        recent, identity = self._recent, identity_of(request)
+        holder = None if recent is None else recent.find(identity)
         return DisaggregatedGeneration(
             request,
             self._nobody if is_short else self._prefill,
@@ -270,5 +272,5 @@ class DisaggregatedClient:
             retry=self._retry,
             timeout_s=timeout_s,
             metadata=with_trace_context(metadata),
-            on_end=lambda node: self._recent.remember(identity, node),
+            on_end=lambda node: None if recent is None else recent.remember(identity, node),
         )

@@ -112,13 +112,20 @@ class BlockingDisaggregatedClient:
         prefill: Iterable[str],
         decode: Iterable[str],
         min_prompt_tokens: int = DEFAULT_MIN_PROMPT_TOKENS,
+        remembers_prompts: bool = True,
         retry: RetryPolicy = DEFAULT_RETRY,
     ) -> None:
         """Args: see DisaggregatedClient."""
         self._thread = _LoopThread()
 
         async def connect() -> DisaggregatedClient:
-            return DisaggregatedClient(prefill=prefill, decode=decode, min_prompt_tokens=min_prompt_tokens, retry=retry)
+            return DisaggregatedClient(
+                prefill=prefill,
+                decode=decode,
+                min_prompt_tokens=min_prompt_tokens,
+                remembers_prompts=remembers_prompts,
+                retry=retry,
+            )
 
         self._client = self._thread.run(connect())
 

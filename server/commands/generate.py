@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+from clients.disaggregated_sync import BlockingDisaggregatedClient, BlockingDisaggregatedGeneration
 from clients.errors import InvalidRequestError, OutriderClientError
 from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
 from clients.requests import GenerateOptions
 from clients.sync import Client, Generation
 from server.commands.call_errors import explain, one_line_errors
-from server.commands.flag_types import list_of
+from server.commands.flag_types import list_of, target
 from server.commands.generation_flags import (
+    DEFAULT_TARGET,
     add_call_flags,
     add_generation_flags,
     generation_options,
@@ -22,6 +24,8 @@ from server.commands.generation_flags import (
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 from server.errors import ConfigError
+
+AnyGeneration = Generation | BlockingDisaggregatedGeneration
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +40,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print every event as a line of JSON; the last is error if it fails"
     )
     add_call_flags(parser)
+    parser.set_defaults(target=None)  # so that it is known whether one was given
+    nodes = parser.add_argument_group("disaggregated serving", "in place of --target")
+    for name, words in (
+        (
+            "prefill",
+            "servers that compute the prompt and first token; if none is up, those of --decode do",
+        ),
+        ("decode", "servers that go on from there; short prompts are theirs alone"),
+    ):
+        nodes.add_argument(f"--{name}", type=list_of(target, "HOST:PORT"), metavar="HOST:PORT,...", help=words)
     add_generation_flags(parser)
 
 
@@ -59,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     elif prompt is None:
         options["token_ids"] = args.token_ids
     with (
-        one_line_errors(args.target, args.timeout),
+        one_line_errors(_name_of(args), args.timeout),
         _json_error(args),
-        Client(args.target) as client,
+        _client(args) as client,
         client.generate(prompt, timeout_s=args.timeout, **options) as generation,
         waiting_for("waiting for the first token") as stop_waiting,
     ):
@@ -70,6 +84,21 @@ def run(args: argparse.Namespace) -> int:
         else:
             _print_text(generation, stop_waiting, num_choices=args.n or 1)
     return 0
+
+
+def _client(args: argparse.Namespace) -> Client | BlockingDisaggregatedClient:
+    if not args.prefill and not args.decode:
+        return Client(_name_of(args))
+    if args.target is not None:
+        raise ConfigError("give either --target or --prefill and --decode")
+    if not args.decode:
+        raise ConfigError("--prefill needs --decode: servers that go on with what is handed on")
+    return BlockingDisaggregatedClient(prefill=args.prefill or (), decode=args.decode)
+
+
+def _name_of(args: argparse.Namespace) -> str:
+    """What errors call the server, or the servers."""
+    return ",".join((*(args.prefill or ()), *(args.decode or ()))) or args.target or DEFAULT_TARGET
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:
@@ -88,7 +117,7 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
         raise ConfigError(f"cannot read the prompt: {error}") from error
 
 
-def _print_text(generation: Generation, stop_waiting: Callable[[], None], *, num_choices: int) -> None:
+def _print_text(generation: AnyGeneration, stop_waiting: Callable[[], None], *, num_choices: int) -> None:
     """One answer as it comes; several, which come mixed up, one after the other at the end."""
     text = ""
     try:
@@ -108,7 +137,7 @@ def _print_text(generation: Generation, stop_waiting: Callable[[], None], *, num
         print(f"--- choice {choice.index} ({choice.finished.finish_reason})\n{choice.text}", flush=True)
 
 
-def _print_json(generation: Generation, stop_waiting: Callable[[], None]) -> None:
+def _print_json(generation: AnyGeneration, stop_waiting: Callable[[], None]) -> None:
     for event in generation.events():
         stop_waiting()
         print(json.dumps(_as_json(event, generation), ensure_ascii=False), flush=True)
@@ -128,7 +157,7 @@ def _json_error(args: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-def _as_json(event: Event, generation: Generation) -> dict[str, object]:
+def _as_json(event: Event, generation: AnyGeneration) -> dict[str, object]:
     """One event under its name; `finished` also has the choice's whole text and ids."""
     match event:
         case Started():

@@ -217,7 +217,7 @@ class Engine(Protocol):
         """
 
     def release(self, request_id: str) -> None:
-        """Nobody goes on with what was handed on of a request: what is held for it is let go. Unknown ids are ignored."""
+        """Nobody goes on with what was handed on of a request: let go what is held for it. Ignores unknown ids."""
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of scheduler, cache and speculation; may be called from any thread."""

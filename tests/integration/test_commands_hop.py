@@ -1,0 +1,78 @@
+"""`outrider generate --prefill --decode`, and the blocking client under it."""
+
+import asyncio
+import json
+
+import pytest
+
+from clients.disaggregated_sync import BlockingDisaggregatedClient
+from clients.errors import InvalidRequestError
+from server import cli
+from server.tokenizer import Tokenizer
+from tests.fakes.eventually import eventually
+from tests.integration.test_client_disaggregated import PROMPT, Nodes, expected, running_nodes, sharing, stopping_short
+
+IDS = ",".join(map(str, PROMPT * 8))
+
+
+async def outrider(nodes: Nodes, *arguments: str) -> int:
+    targets = ["--prefill", nodes.fronts[0].target, "--decode", nodes.fronts[1].target]
+    return await asyncio.to_thread(cli.main, ["generate", *targets, *arguments])
+
+
+async def test_the_answer_of_two_nodes_is_printed(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        assert await outrider(nodes, "--token-ids", IDS, "--max-tokens", "4") == 0
+        assert capsys.readouterr().out == expected(4) + "\n"
+        assert len(nodes.begun) == len(nodes.gone_on) == 1
+        assert await outrider(nodes, "--token-ids", IDS, "--max-tokens", "3", "--json") == 0
+        events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "delta", "finished"]
+    assert events[-1]["finished"]["text"] == expected(3)
+
+
+async def test_the_first_failure_is_named(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        assert await outrider(nodes, "--token-ids", IDS, "--max-tokens", "0") == 1
+        error = capsys.readouterr().err
+    assert f"{nodes.fronts[0].target},{nodes.fronts[1].target}: sampling.max_tokens" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill", "a:1"], "--prefill needs --decode"),
+        (["--decode", "a:1", "--target", "b:1"], "either --target or"),
+        (["--prefill", "nowhere", "--decode", "a:1"], "HOST:PORT"),
+    ],
+)
+def test_flags_that_contradict_are_refused(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(["generate", "hello", *flags])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+async def test_the_blocking_client_is_the_other_one_in_a_thread(tokenizer: Tokenizer) -> None:
+    def ask(nodes: Nodes) -> None:
+        prefill, decode = ([front.target] for front in nodes.fronts)
+        with BlockingDisaggregatedClient(prefill=prefill, decode=decode, min_prompt_tokens=8) as client:
+            generation = client.generate(token_ids=PROMPT, max_tokens=4)
+            assert "".join(delta.text for delta in generation) == expected(4)
+            assert generation.started is not None
+            assert generation.finished[0].finish_reason == "length"
+            assert client.generate(token_ids=PROMPT, max_tokens=3).text() == expected(3)
+            with pytest.raises(InvalidRequestError):
+                client.generate()
+            nodes.decode[0].script = stopping_short
+            with client.generate(token_ids=PROMPT[1:], max_tokens=4) as generation:
+                assert next(iter(generation)).token_ids == (PROMPT[1],)
+            leaving = client.generate(token_ids=PROMPT[2:], max_tokens=4)
+            for _ in leaving.events():
+                break
+
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        await asyncio.to_thread(ask, nodes)
+        await eventually(lambda: not any(engine.live for engine in (*nodes.prefill, *nodes.decode)))
