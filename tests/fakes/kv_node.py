@@ -1,4 +1,4 @@
-"""A node with KV blocks and a connector over TCP, without an engine."""
+"""A node with KV blocks and a connector to other nodes, without an engine."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from connectors.base import BlockLoad, ConnectorContext, KVCaches, KVGroup, KVRequest
-from connectors.tcp import TcpConfig
+from connectors.registry import config_class
 from server.kv_handle import KVHandle
 
 LAYERS, HEADS, WIDTH = 2, 3, 8
@@ -45,6 +45,7 @@ class KVNode:
         draft: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_producer: bool = True,
+        connector: str = "tcp",
         **settings: object,
     ) -> None:
         """Args: draft: fingerprint of a second group. settings: of the connector."""
@@ -57,7 +58,7 @@ class KVNode:
             groups.append(KVGroup("draft", draft, self.drafts, self.whole_drafts.__contains__))
         self.notified = threading.Semaphore(0)
         context = ConnectorContext(
-            name="tcp",
+            name=connector,
             engine_id=engine_id,
             block_size=block_size,
             fingerprint=fingerprint,
@@ -65,11 +66,11 @@ class KVNode:
             clock=clock,
             is_producer=is_producer,
         )
-        connector = TcpConfig.model_validate(settings).build(context)
-        self.scheduler, self.worker = connector.scheduler, connector.worker
+        both = config_class(connector).model_validate(settings).build(context)
+        self.scheduler, self.worker = both.scheduler, both.worker
         self.worker.register_kv_caches(KVCaches(tuple(groups), block_size))
         self.ended = Ended()
-        self._next_id = 0
+        self.last_id = 0
         self._loads: dict[int, tuple[int, ...]] = {}
 
     def fill(self, seed: int = 0) -> Tensor:
@@ -83,11 +84,9 @@ class KVNode:
         self, num_blocks: int, *, text: str = "a", source: KVHandle | None = None, deadline_s: float | None = None
     ) -> KVRequest:
         """A prompt of so many full blocks and one more token."""
-        self._next_id += 1
+        self.last_id += 1
         hashes = chain_of(text, num_blocks)
-        return KVRequest(
-            self._next_id, f"r{self._next_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s
-        )
+        return KVRequest(self.last_id, f"r{self.last_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s)
 
     def hand_on(self, *block_ids: int, text: str = "a") -> KVHandle:
         """Hold these blocks of a prompt for another node."""
