@@ -96,7 +96,7 @@ def _fingerprint(head: EagleHead, target: TargetModel, kv_dtype: torch.dtype) ->
     digest = hashlib.sha256(f"{target.digest} {target.dtype} {kv_dtype} {head.taps}".encode())
     for name, tensor in sorted(head.tensors.items()):
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -166,6 +166,10 @@ def _build_core(config: Config) -> Core:
             compilation.prepare(engine.run_when_quiet)
         warm_up(runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens)
 
+    def cancel_compilations() -> None:
+        for compilation in compilations:
+            compilation.cancel()
+
     engine = NativeEngine(
         scheduler,
         runner,
@@ -176,9 +180,10 @@ def _build_core(config: Config) -> Core:
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
         stream_interval=config.server.stream_interval,
+        transferring=None if connector is None else runner,
         speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
         warm_up=prepare,
-        on_stop=lambda: [compilation.cancel() for compilation in compilations],
+        on_stop=cancel_compilations,
         on_stopped=lambda: None if connector is None else connector.worker.shutdown(CONNECTOR_SHUTDOWN_S),
         clock=time.monotonic,
     )

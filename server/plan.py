@@ -121,13 +121,20 @@ class Executor(Protocol):
     """Runs steps in the order they are launched; used from the step thread only."""
 
     def launch(self, plan: StepPlan) -> Any:
-        """Start a step without waiting for the device. Returns: a handle for settle."""
+        """Start a step without waiting for the device; its transfers begin even if it raises.
+
+        Returns: a handle for settle.
+        """
 
     def settle(self, handle: Any) -> StepResult:
         """Wait for a launched step; each handle is settled once, in launch order."""
 
+
+class Transferring(Protocol):
+    """Moves blocks between two steps; used from the step thread only."""
+
     def begin_transfers(self, transfers: TransferPlan) -> None:
-        """Have a connector begin what it was ordered, without a step; only called where there is one."""
+        """Have a connector begin what it was ordered, without a step."""
 
     def poll_transfers(self) -> tuple[Finished, frozenset[int]]:
-        """What a connector has done since the last call, and blocks it could not load; only where there is one."""
+        """What a connector has done since the last call, and which blocks it could not load."""

@@ -27,7 +27,7 @@ from server.errors import (
     RequestFailed,
 )
 from server.events import EventBus, StepFinished
-from server.plan import Executor, RowResult, StepPlan, StepResult
+from server.plan import Executor, RowResult, StepPlan, StepResult, Transferring
 from server.request import ModelInfo, Request
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.scheduler import Scheduler
@@ -62,6 +62,7 @@ class NativeEngine:
         max_num_seqs: int,
         stream_interval: int = 1,
         speculation: SpeculationControl | None = None,
+        transferring: Transferring | None = None,
         warm_up: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
         on_stopped: Callable[[], None] = lambda: None,
@@ -72,6 +73,7 @@ class NativeEngine:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
         stream_interval: tokens of a choice that gather before they are streamed; the first goes at once.
         speculation: what may change of it while requests run; nothing, if None.
+        transferring: moves the scheduler's external KV; None where it has none.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
         on_stop: called when the step thread is to end. on_stopped: called once it has ended; may take seconds.
         make_blocked_clock: called there; the clock tells how long that thread has waited for the interpreter lock.
@@ -86,6 +88,7 @@ class NativeEngine:
         self._max_num_seqs = max_num_seqs
         self._stream_interval = stream_interval
         self._speculation = speculation or SpeculationControl(None, (), scheduler.drafts)
+        self._transferring = transferring
         self._warm_up = warm_up
         self._on_stop = on_stop
         self._on_stopped = on_stopped
@@ -298,6 +301,7 @@ class NativeEngine:
             while self._take_messages():
                 self._run_when_quiet()
                 self._step()
+            self._begin_transfers()  # whoever stops as soon as it has its answer wants the blocks to be saved, too
             self._hand_over()
         except Exception:
             logger.exception("the step thread has died")
@@ -348,14 +352,13 @@ class NativeEngine:
                 logger.warning("%s", error)
 
     def _step(self) -> None:
-        external = self._scheduler.external
-        if external is not None:
-            finished, bad_blocks = self._executor.poll_transfers()
+        if self._transferring is not None:
+            finished, bad_blocks = self._transferring.poll_transfers()
             if finished:
                 self._scheduler.update_transfers(finished, bad_blocks)
         plan = self._scheduler.schedule()
-        if plan is None and external is not None and (transfers := external.plan()) is not None:
-            self._executor.begin_transfers(transfers)
+        if plan is None:
+            self._begin_transfers()
         self._is_resting = plan is None and not self._in_flight
         if plan is not None:
             launched_s = self._clock()
@@ -372,6 +375,14 @@ class NativeEngine:
         self._undelivered = self._scheduler.take_outputs()
         if depth == 0:
             self._hand_over()
+
+    def _begin_transfers(self) -> None:
+        """Without a step that they would begin with."""
+        external = self._scheduler.external
+        if self._transferring is None or external is None:
+            return
+        if (transfers := external.plan()) is not None:
+            self._transferring.begin_transfers(transfers)
 
     def _hand_over(self) -> None:
         if self._undelivered:
