@@ -14,7 +14,7 @@ from proposers.decoder_kinds import KINDS, kind_of
 from proposers.eagle_checkpoint import EagleHead, Norms, eagle_head
 from proposers.eagle_layers import Eagle3Layers
 from proposers.training.packing import PackedRows
-from proposers.training.target import Features
+from proposers.training.target import Features, trainable_rows
 from proposers.training.unrolled_attention import UNROLLED_ATTENTION_NAME, Unrolling, shift
 
 LM_HEAD = "lm_head.weight"
@@ -52,7 +52,7 @@ class EagleTrainee(nn.Module):
         head.config._attn_implementation = UNROLLED_ATTENTION_NAME
         self.layers = Eagle3Layers(head, target.config.hidden_size).to(device, torch.float32)
         self.output = None if output is None else nn.Parameter(output.to(device, torch.float32))
-        self._shared = None if output is not None else target.head.rows(self.to_target)
+        self._shared = None if output is not None else trainable_rows(target, self.to_target)
         self._rotary = kind_of(head.config).rotary(head.config).to(device)
         self._embedding: Tensor = target.model.get_input_embeddings().weight.detach()
 

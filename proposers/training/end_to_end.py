@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoTokenizer
@@ -32,6 +32,7 @@ class EndToEndStage(BaseModel):
     model: str = Field(default="smollm2-135m", description="the target")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     dtype: str = Field(default="auto", description="type of weights and activations")
+    compile: Literal["auto", "wait", "none"] = Field(default="auto", description="as for outrider serve")
     prompts: tuple[Path, ...] = Field(min_length=1, description="files of prompts; those to train on are left out")
     methods: tuple[str, ...] = Field(
         default=("none", "ngram"),
@@ -89,7 +90,7 @@ def _measure(
         stage.model,
         device=stage.device,
         dtype=stage.dtype,
-        compile="wait",
+        compile=stage.compile,
         max_num_seqs=stage.max_num_seqs,
         max_model_len=stage.max_prompt_tokens + stage.max_tokens,
         speculative_config=config,

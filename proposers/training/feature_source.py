@@ -11,7 +11,7 @@ from proposers.training.target import Features, TargetFeatures
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 0.6
+_SHARE = 0.75
 """Of the memory that is free on a GPU; the rest is for training."""
 _CPU_NBYTES = 1 << 30
 

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from proposers.base import TargetModel
 from proposers.checkpoint import Checkpoint
+from proposers.training.target import trainable_rows
 from server.errors import ModelError
 
 
@@ -27,7 +28,7 @@ class MedusaTrainee(nn.Module):
             nn.init.zeros_(block.bias)
         self.blocks = nn.ModuleList(blocks)
         self._dtype = target.dtype
-        self._output = target.head.rows(self.to_target)
+        self._output = trainable_rows(target, self.to_target)
 
     def states(self, last: Tensor) -> list[Tensor]:
         """[n, hidden] -> what the output projection takes for each head, [n, hidden] each."""

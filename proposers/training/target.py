@@ -1,10 +1,11 @@
 """The target as training sees it: frozen, over packed rows, with the hidden states that heads take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proposers.base import TargetModel
 from proposers.training.packing import PADDING, PackedRows
@@ -38,6 +39,16 @@ def load_target(model: str, device: str, dtype: str) -> TargetModel:
         max_num_tokens=loaded.max_position_embeddings,
         runs_plain=True,
     )
+
+
+def trainable_rows(target: TargetModel, token_ids: Tensor) -> LMHead:
+    """The target's output projection for some tokens, [n] int64, by a product that gradients go through.
+
+    The one with float32 results, which is faster and exact on CUDA, has none.
+    """
+    rows = target.head.rows(token_ids)
+    assert isinstance(rows, LMHead), "load_target makes one"
+    return replace(rows, linear=functional.linear)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
