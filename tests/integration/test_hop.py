@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 INCOMPLETE = {**SAMPLED, "n": 4, "logprobs": 1, "ignore_eos": True}
 """With `allowed_token_ids` of single bytes above 127: characters that are incomplete at the hop."""
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
 
 @dataclass
@@ -165,7 +167,7 @@ def connector(name: str, folder: Path) -> Mapping[str, Any]:
     return {"kv_connector": name, "kv_connector_extra_config": extra}
 
 
-@pytest.mark.parametrize("name", ["filesystem", "tcp"])
+@pytest.mark.parametrize("name", ["filesystem", "tcp", pytest.param("nixl", marks=needs_nixl)])
 async def test_blocks_of_the_prompt_come_from_the_other_node(folder: Path, tmp_path: Path, name: str) -> None:
     async with running_nodes(folder, kv_transfer=connector(name, tmp_path)) as nodes:
         await ask_all(nodes)
