@@ -46,4 +46,4 @@ def has_taps(layer: nn.Module) -> bool:
 def call_taps(layer: nn.Module, hidden: Tensor) -> None:
     """Show hidden states to those who want to see what goes into a layer that is not called itself."""
     for hook in layer._forward_pre_hooks.values():
-        hook(layer, (hidden,), {})  # type: ignore[call-arg]  # all of ours take the keyword arguments, too
+        hook(layer, (hidden,), {})  # all of ours take the keyword arguments, too

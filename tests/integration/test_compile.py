@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig
 
+from proposers.base import Draft
+from proposers.draft_chain import DraftChain
 from server import LLM, SamplingParams
 from server.errors import ModelError
 from server.kernels import cpu_attention, cpu_linear
@@ -23,6 +26,7 @@ from server.model.layer_compile import NUM_TOKENS
 from server.model.resolve import pull
 from tests.conftest import DEVICE
 from tests.fakes.prompts import load_prompts
+from tests.tiny_heads import build_tiny_eagle3
 from tests.tiny_model import build_tiny_model, write_tokenizer
 
 pytestmark = [
@@ -104,6 +108,37 @@ def test_compiled_layers_answer_as_the_models_own(
     settings = {"kv_cache_dtype": kv_dtype, "speculative_config": drafts, "max_num_batched_tokens": 64}
     with _llm(folder, dtype, "wait", **settings) as llm:
         assert _ids(llm, PROMPTS) == alone
+
+
+@pytest.mark.usefixtures("cache")
+def test_compiled_layers_show_proposers_what_the_models_own_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that taps two layers, behind the first layers alone: the same drafts, kept as often."""
+    caplog.set_level(logging.INFO)
+    head = build_tiny_eagle3(tmp_path, taps=(2, 1))
+    drafts: list[list[int]] = []
+    draft_of = DraftChain.draft
+
+    def recorded(chain: DraftChain, *args: Any) -> Draft:
+        draft = draft_of(chain, *args)
+        drafts.extend(draft.ids.tolist())
+        return draft
+
+    monkeypatch.setattr(DraftChain, "draft", recorded)
+    config = [
+        {"method": "layer_skip", "num_layers": 2, "num_speculative_tokens": 2, "policy": "fixed"},
+        {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2},
+    ]
+    found = {}
+    for compile_when in ("none", "wait"):
+        drafts.clear()
+        with _llm(folder, "float32", compile_when, speculative_config=config) as llm:
+            ids = _ids(llm, PROMPTS)
+        found[compile_when] = ids, drafts.copy()
+    assert RUNS_COMPILED in caplog.text
+    assert found["wait"] == found["none"]
+    assert len({tuple(ids) for ids in found["wait"][1]}) > 50
 
 
 def test_auto_serves_at_once_and_changes_over_when_quiet(

@@ -33,10 +33,11 @@ class Draw:
     def __call__(
         self, logits: Tensor, sampling: DraftSampling, num_tokens: Tensor, index: int, to_target: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        placed = DraftSampling(
-            *(each.to(self.device) for each in (sampling.temperature, sampling.key, sampling.is_seeded)),
-            has_seeded=sampling.has_seeded,
-            has_unseeded=sampling.has_unseeded,
+        placed = replace(
+            sampling,
+            temperature=sampling.temperature.to(self.device),
+            key=sampling.key.to(self.device),
+            is_seeded=sampling.is_seeded.to(self.device),
         )
         known = None if to_target is None else to_target.to(self.device)
         with (
