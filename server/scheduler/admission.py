@@ -9,6 +9,7 @@ from server.plan import SequenceStart
 from server.scheduler.batch import RunningBatch
 from server.scheduler.budget import TokenBudget
 from server.scheduler.external_kv import ExternalKV
+from server.scheduler.kv_loads import Readiness
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
 from server.scheduler.waiting import WaitingQueue
@@ -57,8 +58,11 @@ class Admission:
                 continue
             if not self._batch.has_free_slot:
                 break
-            if self._external is not None and not self._external.is_ready(sequence, is_idle=not len(self._batch)):
+            readiness = self.readiness(sequence)
+            if readiness is Readiness.LOADING:
                 continue
+            if readiness is Readiness.SHORT:
+                break
             hashes = sequence.hashes_to_find(size)
             cached_blocks = longest_hit(self._pool, hashes)
             if len(cached_blocks) < len(hashes) and hashes[len(cached_blocks)] in computing:
@@ -68,7 +72,7 @@ class Admission:
             if wanted is None or not self._seat(sequence, cached_blocks):
                 break
             if self._external is not None:
-                self._external.leave(sequence)
+                self._external.loads.leave(sequence)
             sequence.restart(num_cached)
             self._waiting.remove(sequence)
             if sequence.scheduled_s is None:
@@ -77,15 +81,23 @@ class Admission:
             computing.update(hashes[len(cached_blocks) :])
             yield sequence, _start_of(sequence), wanted
 
+    def readiness(self, sequence: Sequence) -> Readiness:
+        """Whether KV from elsewhere is here; orders what can be had."""
+        return Readiness.READY if self._external is None else self._external.loads.readiness(sequence, self._reserve)
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks that stay free for sequences that run."""
+        return self._watermark if len(self._batch) else 0
+
     def _seat(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give it a slot and blocks if all its known tokens fit above the watermark. Returns: whether they do."""
         end = min(len(sequence.token_ids) + self._num_reserved, sequence.limit)
         num_new = -(-end // self._block_size) - len(cached_blocks)
-        num_free = self._pool.num_free - sum(self._pool.is_free(block_id) for block_id in cached_blocks)
-        reserve = self._watermark if len(self._batch) else 0
-        if num_free - num_new < reserve:
-            return False
         self._pool.acquire(cached_blocks)
+        if not self._has_free(num_new + self._reserve, sequence):
+            self._pool.release(cached_blocks)
+            return False
         new_blocks = self._pool.allocate(num_new)
         assert new_blocks is not None
         self._batch.add(sequence, cached_blocks, new_blocks)
@@ -96,6 +108,11 @@ class Admission:
         self._counters.prefix_query_tokens += sequence.num_prompt
         self._counters.prefix_hit_tokens += sequence.num_cached_tokens
         self._counters.prompt_tokens += sequence.num_prompt
+
+    def _has_free(self, num_blocks: int, sequence: Sequence) -> bool:
+        if self._external is None:
+            return self._pool.num_free >= num_blocks
+        return self._external.loads.give_way(num_blocks, sequence)
 
 
 def _start_of(sequence: Sequence) -> SequenceStart:

@@ -6,6 +6,7 @@ whose KV is computed; each step spends a token budget on closing the gap, plus d
 
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 from connectors.base import ConnectorScheduler, Finished
@@ -22,6 +23,7 @@ from server.scheduler.choices import ChoiceMaker
 from server.scheduler.draft_control import DraftControl
 from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
 from server.scheduler.external_kv import ExternalKV
+from server.scheduler.kv_loads import Readiness
 from server.scheduler.outputs import Failure, SequenceOutput
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.speculation_watch import SpeculationWatch
@@ -70,7 +72,7 @@ class Scheduler:
         self._batch = RunningBatch(pool, config.max_num_seqs)
         self._waiting = WaitingQueue()
         self.counters = Counters()
-        self.external = None if connector is None else ExternalKV(connector, pool, self._block_size)
+        self.external = None if connector is None else ExternalKV(connector, pool, self._block_size, clock)
         self._admission = Admission(
             config,
             self._block_size,
@@ -113,13 +115,15 @@ class Scheduler:
         for sequence in list(self._by_request.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._end(sequence)
+        if self.external is not None:
+            self.external.saves.abort(request_id, choice)
         if choice is None:
             self.release(request_id)
 
     def release(self, request_id: str) -> None:
         """Nobody goes on with what was handed on of a request; unknown ids are ignored."""
         if self.external is not None:
-            self.external.release(request_id)
+            self.external.saves.release(request_id)
 
     # -- a step is planned -----------------------------------------------------------------
 
@@ -128,6 +132,9 @@ class Scheduler:
         now = self._clock()
         if now >= self._earliest_deadline_s:
             self._expire(now)
+        if self.external is not None:
+            self._take_in(*self.external.end_overdue(now))
+            self.external.loads.renew(self._waiting, now)
         held = self._make_room()
         rows: list[PlanRow] = []
         starts: list[SequenceStart] = []
@@ -197,13 +204,16 @@ class Scheduler:
         """
         if self._config.scheduling_policy != "priority" or self._batch.has_free_slot or self._batch.draining:
             return set()
-        first, victim = self._waiting.first_ready(), self._batch.sequences[-1]
-        if first is None or first.order > victim.order:
+        victim = self._batch.sequences[-1]
+        if not any(self._could_start(sequence) for sequence in self._waiting.before(victim)):
             return set()
         if victim.in_flight:
             return {victim}
         self._preempt(victim)
         return set()
+
+    def _could_start(self, sequence: Sequence) -> bool:
+        return sequence.is_ready() and self._admission.readiness(sequence) is not Readiness.LOADING
 
     def _fit_drafts(self, sequence: Sequence, wanted: InFlight) -> InFlight:
         """As many of the drafts as free blocks have room for: nobody is preempted for a guess."""
@@ -215,6 +225,8 @@ class Scheduler:
         """Blocks for positions below `end`, preempting later sequences; None if it must wait."""
         count = max(0, -(-end // self._block_size) - len(sequence.block_ids))
         while (new_blocks := self._pool.allocate(count)) is None:
+            if self.external is not None and self.external.loads.give_way(count):
+                continue
             victim = self._batch.sequences[-1]
             if victim is sequence:
                 return None  # those before it have theirs already; it keeps what it has and waits
@@ -331,7 +343,7 @@ class Scheduler:
         )
         assert end is not None
         if self.external is not None:
-            end = self.external.hand_on(sequence, end)
+            end = self.external.saves.hand_on(sequence, end)
         self._end(sequence)
         if end is not None:
             self._outputs.append(end)
@@ -343,13 +355,16 @@ class Scheduler:
         for i in range(sequence.num_published, num_full):
             self._pool.publish(sequence.block_ids[i], hashes[i])
             if self.external is not None:
-                self.external.offer(sequence.block_ids[i], hashes[i])
+                self.external.saves.offer(sequence.block_ids[i], hashes[i])
         sequence.num_published = num_full
 
     def update_transfers(self, finished: Finished, bad_blocks: frozenset[int]) -> None:
         """Take in what a connector has done since the last time."""
         assert self.external is not None
-        outputs, failed = self.external.settle(finished, bad_blocks)
+        self._take_in(*self.external.settle(finished, bad_blocks))
+
+    def _take_in(self, outputs: SequenceOf[SequenceOutput], failed: SequenceOf[Sequence]) -> None:
+        """Args: failed: waiting sequences that did not get what could be loaded for them."""
         self._outputs += outputs
         if self._fails_on_bad_loads:
             now = self._clock()
@@ -388,11 +403,11 @@ class Scheduler:
         if not siblings:
             del self._by_request[sequence.request.request_id]
             if self.external is not None:
-                self.external.forget(sequence.request.request_id)
+                self.external.saves.forget(sequence.request.request_id)
         if sequence.slot is None:
             self._waiting.remove(sequence)
             if self.external is not None:
-                self.external.leave(sequence)
+                self.external.loads.leave(sequence)
         else:
             self._batch.remove(sequence)
 
@@ -410,8 +425,9 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything waits, runs or drains."""
-        return bool(self._by_id or self._batch.draining)
+        """Whether anything waits, runs or drains, or is about to be handed on."""
+        is_handing_on = self.external is not None and self.external.saves.is_handing_on
+        return bool(self._by_id or self._batch.draining or is_handing_on)
 
     def statistics(self) -> EngineStatistics:
         """A frozen snapshot."""
@@ -442,4 +458,6 @@ class Scheduler:
         self._pool.check_integrity()
         holders = [*self._batch.sequences, *self._batch.draining]
         held = {block_id for sequence in holders for block_id in sequence.block_ids}
+        if self.external is not None:
+            held |= self.external.held.block_ids
         assert len(held) == self._pool.num_usable - self._pool.num_free

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from server.engine.protocol import PositionLogprobs
 from server.kv.prefix_cache import BlockHashes
+from server.kv_handle import KVHandle
 from server.request import Request
 
 
@@ -123,6 +124,12 @@ class Sequence:
         assert not self.in_flight
         self.num_computed = self.computed_upper = num_computed
         self.num_next_drafts = 0
+
+    @property
+    def source(self) -> KVHandle | None:
+        """Where another node holds the prompt's KV for it."""
+        continuation = self.request.continuation
+        return None if continuation is None else continuation.source
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -3,6 +3,7 @@
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 
 from server.scheduler.sequence import Sequence
 
@@ -39,6 +40,6 @@ class WaitingQueue:
         if not self._by_request[request_id]:
             del self._by_request[request_id]
 
-    def first_ready(self) -> Sequence | None:
-        """The first sequence that may start now."""
-        return next((sequence for sequence in self._sequences if sequence.is_ready()), None)
+    def before(self, sequence: Sequence) -> Iterator[Sequence]:
+        """The waiting sequences that go before another one."""
+        return takewhile(lambda waiting: waiting.order < sequence.order, self)

@@ -129,6 +129,10 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Queue a step on the device."""
+        with nullcontext() if self._transfers is None else self._transfers.step(plan.transfers):
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
         for start in plan.starts:
             self.slots[start.slot] = SlotInfo.of(start)
             self._logits_processor.start(start.slot, start.request)
@@ -151,8 +155,7 @@ class Runner:
         if self._host_drafting is not None and drafts is not None:
             self._host_drafting.apply(drafts)
         caught_up = self._drafting.begin(plan.starts, plan.rows, is_followed=is_drafting)
-        with nullcontext() if self._transfers is None else self._transfers.step(plan.transfers):
-            outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
+        outputs = self.step(inputs) if inputs.bucket is None else self._replay(inputs, inputs.bucket)
         return StepHandle(inputs, outputs, flight, self._transfer, proposes=plan.num_proposed > 0, caught_up=caught_up)
 
     def begin_transfers(self, transfers: TransferPlan) -> None:
