@@ -1,10 +1,6 @@
 """Builds every object once and wires it; the only module that knows all the classes."""
 
-import asyncio
-import gc
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +17,7 @@ from proposers.network import KVShape
 from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
-from server.errors import ConfigError, EngineDead
+from server.errors import ConfigError
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kernels import jit
@@ -42,12 +38,9 @@ from server.model.traced_layers import trace_layers
 from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
-from server.rpc.address import check_address
-from server.rpc.lifecycle import GrpcServer
 from server.scheduler.draft_policy import make_policy
 from server.scheduler.scheduler import Scheduler
 from server.speculative_config import SpeculativeConfig
-from server.telemetry.pipeline import Telemetry
 from server.worker.buckets import batch_sizes
 from server.worker.kv_tensors import KVGeometry, allocate_kv, num_blocks_for
 from server.worker.memory import activation_nbytes, kept_nbytes, kv_budget
@@ -59,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 CONNECTOR_SHUTDOWN_S = 5.0
 """How long blocks that are being saved may take once the engine has stopped."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A key, a supervisor, and the end of the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,52 +228,6 @@ def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
     return Acceptance(method, config.acceptance.rates(config.num_speculative_tokens))
 
 
-def serve(config: Config) -> None:
-    """Serve until a signal to stop, then drain; a second one ends it at once.
-
-    Raises: ConfigError, ModelError, before anything is served; EngineDead if the engine fails, so that the
-        process ends and its supervisor starts another.
-    """
-    logging.basicConfig(level=config.observability.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    check_address(config.server)  # now rather than after minutes of loading
-    # Before there is an event loop: that one would keep an interrupt to itself until the model is loaded.
-    core = build_core(config)
-    asyncio.run(_serve(config, core))
-
-
-async def _serve(config: Config, core: Core) -> None:
-    server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus, role=config.disaggregation.role)
-    is_serving = False
-    telemetry = Telemetry.start(
-        config.observability, core.engine, core.bus, lambda: is_serving, lambda: core.engine.is_alive, os.environ
-    )
-    port = await server.start()
-    stopping = asyncio.Event()
-    try:
-        await core.engine.start(on_death=stopping.set)
-        gc.collect()
-        gc.freeze()  # the model's objects are here to stay: looking through them would cost a step tens of milliseconds
-        await server.set_serving()
-        is_serving = True
-        address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
-        logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
-        if config.server.admin_uds is not None:
-            logger.info("taking admin calls on unix:%s", config.server.admin_uds)
-        if telemetry.metrics_port is not None:
-            logger.info("metrics on http://%s:%d/metrics", config.observability.metrics_host, telemetry.metrics_port)
-        await _wait_for_signal(stopping)
-        if not core.engine.is_alive:
-            raise EngineDead("the engine has failed, see the log; start the server again")
-        logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
-    finally:
-        is_serving = False
-        gc.unfreeze()
-        await server.stop()
-        await core.engine.stop()
-        await asyncio.to_thread(telemetry.shutdown, 2.0)
-        logger.info("stopped")
-
-
 def _graph_nbytes(
     build_runner: Callable[[Tensor], Runner], geometry: KVGeometry, sizes: Sequence[int], device: torch.device
 ) -> int:
@@ -404,16 +349,3 @@ def _log_capacity(info: ModelInfo, kv_dtype: torch.dtype) -> None:
     )
     if info.max_request_len < info.max_model_len:
         logger.warning("requests over %d tokens do not fit into the KV cache and are refused", info.max_request_len)
-
-
-async def _wait_for_signal(stopping: asyncio.Event) -> None:
-    """Return once `stopping` is set, or by a signal to stop; a second one then ends the process at once.
-
-    By os._exit: an orderly end of the interpreter would wait for the step thread, or tear it down in its step.
-    """
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopping.set)
-    await stopping.wait()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, os._exit, 128 + number)

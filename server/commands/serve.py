@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         print(resolved.render(), flush=True)
         return 0
-    from server.compose import serve  # imports torch, which --print-config can do without
+    from server.serving import serve  # imports torch, which --print-config can do without
 
     serve(resolved.config)
     return 0

@@ -57,7 +57,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.__main__": ("server.cli",),
     "server.cli": ("server.commands",),
     "server.commands": (
-        *("clients", "protos", "server.compose", "server.model.resolve", "server.preprocess"),
+        *("clients", "protos", "server.compose", "server.serving", "server.model.resolve", "server.preprocess"),
         "server.scheduler.draft_policy",  # which its benchmark compares
     ),
     "server.compose": EVERYTHING,
@@ -71,6 +71,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.preprocess": ("server.continuation_check", "server.guidance", "server.tokenizer"),
     "server.rpc": ("protos", "server.engine", "server.preprocess"),
     "server.scheduler": ("server.kv",),
+    "server.serving": ("server.compose", "server.rpc", "server.telemetry"),
     "server.telemetry": (),
     "server.tokenizer": (),
     "server.worker": ("proposers.chain", "proposers.network", "server.guidance", "server.kernels", "server.model"),

@@ -1,0 +1,78 @@
+"""The process from its first signal to its last: serve, drain, stop."""
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+
+from server.compose import Core, build_core
+from server.config import Config
+from server.errors import EngineDead
+from server.rpc.address import check_address
+from server.rpc.lifecycle import GrpcServer
+from server.telemetry.pipeline import Telemetry
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A key, a supervisor, and the end of the terminal."""
+
+
+def serve(config: Config) -> None:
+    """Serve until a signal to stop, then drain; a second one ends it at once.
+
+    Raises: ConfigError, ModelError, before anything is served; EngineDead if the engine fails, so that the
+        process ends and its supervisor starts another.
+    """
+    logging.basicConfig(level=config.observability.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    check_address(config.server)  # now rather than after minutes of loading
+    # Before there is an event loop: that one would keep an interrupt to itself until the model is loaded.
+    core = build_core(config)
+    asyncio.run(_serve(config, core))
+
+
+async def _serve(config: Config, core: Core) -> None:
+    server = GrpcServer(config.server, core.engine, core.preprocessor, core.bus, role=config.disaggregation.role)
+    is_serving = False
+    telemetry = Telemetry.start(
+        config.observability, core.engine, core.bus, lambda: is_serving, lambda: core.engine.is_alive, os.environ
+    )
+    port = await server.start()
+    stopping = asyncio.Event()
+    try:
+        await core.engine.start(on_death=stopping.set)
+        gc.collect()
+        gc.freeze()  # the model's objects are here to stay: looking through them would cost a step tens of milliseconds
+        await server.set_serving()
+        is_serving = True
+        address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
+        logger.info("serving %s on %s", core.engine.model_info.served_model_name, address)
+        if config.server.admin_uds is not None:
+            logger.info("taking admin calls on unix:%s", config.server.admin_uds)
+        if telemetry.metrics_port is not None:
+            logger.info("metrics on http://%s:%d/metrics", config.observability.metrics_host, telemetry.metrics_port)
+        await _wait_for_signal(stopping)
+        if not core.engine.is_alive:
+            raise EngineDead("the engine has failed, see the log; start the server again")
+        logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
+    finally:
+        is_serving = False
+        gc.unfreeze()
+        await server.stop()
+        await core.engine.stop()
+        await asyncio.to_thread(telemetry.shutdown, 2.0)
+        logger.info("stopped")
+
+
+async def _wait_for_signal(stopping: asyncio.Event) -> None:
+    """Return once `stopping` is set, or by a signal to stop; a second one then ends the process at once.
+
+    By os._exit: an orderly end of the interpreter would wait for the step thread, or tear it down in its step.
+    """
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stopping.set)
+    await stopping.wait()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, os._exit, 128 + number)
