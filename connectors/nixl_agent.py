@@ -20,6 +20,7 @@ POLL_S = 0.001
 IDLE_POLL_S = 1.0
 AWAKE_S = 3.0
 """How long after the last word from another node it may be read from."""
+LEAST_CLOSE_S = 1.0
 
 _Result = TypeVar("_Result")
 
@@ -163,12 +164,15 @@ class NixlAgent:
             read.ended.set_result(None)
 
     def close(self, timeout_s: float) -> None:
-        """Break off all reads and end the thread; may be called twice."""
+        """Break off all reads and end the thread; may be called twice.
+
+        Gives the thread LEAST_CLOSE_S in any case: others read from the blocks of this node until it has ended.
+        """
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self._work.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(max(LEAST_CLOSE_S, timeout_s))
 
 
 def _settle(done: "Future[_Result]", work: Callable[[Any], _Result], nixl: Any) -> None:

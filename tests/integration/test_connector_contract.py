@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Case:
 
 CASES = {
     "null": Case(_store("null"), finds=False),
+    "tcp": Case(_store("tcp")),
+    "nixl": Case(_store("nixl")),
     "memory": Case(MEMORY, is_of_one_node=True),
     "filesystem": Case(FILES, has_files=True),
     "fault": Case(_store("fault", store=FILES, max_delay_seconds=0.01), has_files=True),
@@ -57,7 +60,10 @@ CASES = {
 }
 
 
-@pytest.fixture(params=list(CASES))
+needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[needs_nixl] if name == "nixl" else []) for name in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
