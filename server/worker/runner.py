@@ -104,7 +104,8 @@ class Runner:
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._graphs: StepGraphs | None = None
         # A graph that drafts will do for steps that should not, unless that costs the work of a network.
-        self._captured_drafts = [0] if on_device is None else [0, max_drafts] if arranged.followers else [max_drafts]
+        is_network = bool(arranged.readers) or getattr(on_device, "needs_hidden", False)
+        self._captured_drafts = [0] if on_device is None else [0, max_drafts] if is_network else [max_drafts]
         self._is_second_captured = on_device is None or on_device.runs_on_device
         self._host_drafting = None
         if arranged.on_host:
