@@ -109,3 +109,28 @@ def test_what_is_left_out_is_neither_done_nor_whole() -> None:
     assert slots.start(1, 16, (1, 2, 3, 4)) == SlotStart(16, 12)
     assert slots.start(2, 12, (1, 2, 3)) == SlotStart(12, 12)
     assert slots.start(3, 4, (1,)) == SlotStart(4, 1)
+
+
+def test_behind_a_block_that_came_without_its_end_a_network_begins_a_position_later() -> None:
+    """What it would be fed at the first position is not known; a network without features does the block anew."""
+    slots = DraftSlots(10, BLOCK, is_fed=True)
+    slots.void((1, 2))
+    assert slots.start(0, 8, (1, 2, 3, 4)) == SlotStart(9, 9)
+    assert slots.lag(0) == 0
+    slots.settle(0, 16)
+    assert slots.start(1, 16, (1, 2, 3, 4)) == SlotStart(16, 12)
+    assert slots.start(2, 12, (1, 2, 3)) == SlotStart(12, 12)
+    slots = DraftSlots(10, BLOCK, is_fed=False)
+    slots.void((1, 2))
+    assert slots.start(0, 8, (1, 2, 3)) == SlotStart(0, 0)
+
+
+@pytest.mark.parametrize("is_fed", [False, True])
+def test_blocks_that_came_whole_are_done(is_fed: bool) -> None:
+    slots = DraftSlots(10, BLOCK, is_fed=is_fed)
+    slots.void((1, 2))
+    slots.adopt((1, 2))
+    assert slots.is_whole(1)
+    assert slots.start(0, 8, (1, 2, 3)) == SlotStart(8, int(is_fed))
+    slots.start(1, 0, (1,))  # somebody else's now
+    assert not slots.is_whole(1)
