@@ -11,8 +11,8 @@ from connectors.host_blocks import HostBlocks
 from connectors.peer_layout import MAX_GROUPS, NodeLayout
 from connectors.tcp_messages import MAX_SEGMENTS
 
-CHUNK_NBYTES = 1 << 20
-"""So much is summed up and sent at a time: it stays in the processor's cache in between."""
+CHUNK_NBYTES = 16 << 20
+"""So much is summed up and sent at a time: with less, the other side has more messages to wait for."""
 Segment: TypeAlias = tuple[int, int]
 """A group of this node, and a block of its own or, by its place, of a pull."""
 NUM_STAGES = 16
@@ -42,11 +42,14 @@ class LocalBlocks:
             blocks.mark()
 
     def num_segments(self, groups: Sequence[int]) -> int:
-        """How many segments go into one chunk. A thread uses one stage at a time, or all may wait for all."""
+        """How many segments of these groups, in turns, go into a chunk.
+
+        On a device only one: a thread uses one stage at a time, or all may wait for all.
+        """
         if not self._is_host:
             return 1
-        nbytes = sum(self.layout.groups[group].block_nbytes for group in groups) // len(groups)
-        return max(1, min(MAX_SEGMENTS, CHUNK_NBYTES // max(1, nbytes)))
+        mean = sum(self.layout.groups[group].block_nbytes for group in groups) // len(groups)
+        return max(1, min(MAX_SEGMENTS, CHUNK_NBYTES // max(1, mean)))
 
     @contextmanager
     def reading(self, segments: Sequence[Segment]) -> Iterator[list[memoryview | None]]:

@@ -22,7 +22,7 @@ MAGIC = b"outrider"
 MAX_MESSAGE_NBYTES = 1 << 16
 MAX_TEXT_NBYTES = 512
 MAX_DIMS = 8
-MAX_SEGMENTS = 256
+MAX_SEGMENTS = 1000
 """Most segments in a Data message; few enough for one system call."""
 MAX_KEPT = 1024
 """Most leases in a Keep message."""
