@@ -85,7 +85,7 @@ def plan_shards(settings: GenerateSettings) -> dict[Path, list[Job]]:
         for prompt in read_prompts(path):
             by_split.setdefault(prompt.split, []).append(prompt)
     shards: dict[Path, list[Job]] = {}
-    for split, prompts in by_split.items():
+    for split, prompts in sorted(by_split.items()):  # those to train on last: of them fewer will do
         chosen = np.random.default_rng(settings.seed).random(len(prompts)) < settings.greedy_share
         jobs: list[Job] = []
         for index, prompt in enumerate(prompts[: settings.max_prompts]):

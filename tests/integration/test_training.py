@@ -56,7 +56,7 @@ def run_stages(
     assert command("export", *target, "--run", run, "--output", folder / "head") == 0
     measured = ["--ks", 1, 3, "--output"]
     assert command("evaluate", *target, "--texts", texts, "--head", folder / "head", *measured, folder / "t.json") == 0
-    methods = ["--methods", "none", f"eagle3={folder / 'head'}", "--temperatures", 0]
+    methods = ["--methods", f"eagle3={folder / 'head'}", "--temperatures", 0, "--compile", "none"]
     assert command("end-to-end", *target, *engine, *methods, *measured, folder / "e.json") == 0
 
 
@@ -66,7 +66,6 @@ def test_a_head_is_trained_exported_and_served(tmp_path: Path, device_name: str)
     greedy = {"method": "eagle3", "temperature": 0.0, "drafts": "greedy"}
     foreseen, seen = lengths(tmp_path / "t.json", **greedy), lengths(tmp_path / "e.json", **greedy)
     assert set(foreseen) == set(seen) == {1, 3}
-    assert lengths(tmp_path / "e.json", method="none") == {0: 1.0}
     # The last step of an answer is cut short in the engine, and left out of the other.
     assert all(abs(foreseen[k] - seen[k]) < 0.15 for k in seen)
 

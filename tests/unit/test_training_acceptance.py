@@ -7,11 +7,15 @@ from torch.nn import functional
 
 from proposers.base import TargetModel
 from proposers.training.acceptance import Drafter, walk
+from proposers.training.end_to_end import count
 from proposers.training.measures import Line, Measures, Tally, table
 from proposers.training.medusa_trainee import MedusaTrainee
 from proposers.training.packing import pack
+from proposers.training.prompt_file import PromptRecord
 from proposers.training.target import TargetFeatures, Wanted
 from proposers.training.teacher_forced import HeldOut, measure
+from server.engine.protocol import SpeculationStats
+from server.llm import CompletionOutput
 from tests.fakes.training import TAPS, VOCAB, random_eagle, random_texts, tiny_target
 
 TEMPERATURE, K = 0.8, 3
@@ -114,3 +118,19 @@ def test_texts_that_repeat_themselves_are_left_out_and_counted(target: TargetMod
     )
     counts = {entry["is_low_repetition"]: entry["num_texts"] for entry in measures.entries() if entry["kind"] == "chat"}
     assert counts == {False: 2, True: 1}
+
+
+def test_steps_of_an_engine_count_with_and_without_drafts() -> None:
+    prompt = PromptRecord("code", "x", "handwritten", ("def f",))
+    speculation = SpeculationStats(
+        num_spec_steps=3, num_draft_tokens=6, num_accepted_draft_tokens=3, acceptance_histogram=(1, 1, 1)
+    )
+    # The first token, 3 steps that brought 1, 2 and 3, and two without drafts.
+    output = CompletionOutput(0, token_ids=list(range(9)), speculation=speculation)
+    measures = Measures()
+    count(measures, "ngram", prompt, output, 0.8, 2)
+    by_kind = {entry["kind"]: entry for entry in measures.entries() if not entry["is_low_repetition"]}
+    assert set(by_kind) == {"code", "all"}
+    assert by_kind["code"]["num_steps"] == 5
+    assert by_kind["code"]["mean_length"] == 8 / 5
+    assert by_kind["code"]["acceptance"] == [2 / 5, 1 / 5]
