@@ -53,7 +53,8 @@ class _Teacher:
     @torch.no_grad()
     def probabilities(self, features: Features, places: Tensor) -> Tensor:
         """[n, vocab] float32 of some places, [n] int64 in the flattened rows."""
-        logits = self._head.logits(features.last.flatten(0, 1)[places])
+        with torch.autocast(places.device.type, enabled=False):  # the target's own precision
+            logits = self._head.logits(features.last.flatten(0, 1)[places])
         return (logits / self._temperature - features.normaliser.flatten()[places, None]).exp()
 
 

@@ -17,7 +17,7 @@ _SETTINGS, _CHECKPOINT, _REPORTS = "settings.json", "checkpoint.pt", "progress.j
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run stands. Attributes: step: the next one. total: all of them. to_target: its vocabulary."""
+    """Where a run stands. Attributes: step: the next one. total: all of them. to_target: its vocabulary, on the CPU."""
 
     step: int
     total: int
@@ -58,7 +58,7 @@ class RunFolder:
         content = {
             "step": state.step,
             "total": state.total,
-            "to_target": state.to_target.cpu(),
+            "to_target": state.to_target,
             "weights": trainee.state_dict(),
             "optimizer": None if optimizer is None else optimizer.state_dict(),
         }
@@ -72,7 +72,7 @@ class RunFolder:
         if not path.exists():
             return None
         content = torch.load(path, map_location=device, weights_only=True)
-        state = RunState(content["step"], content["total"], content["to_target"])
+        state = RunState(content["step"], content["total"], content["to_target"].cpu())
         return state, content["weights"], content["optimizer"]
 
     def report(self, entry: Mapping[str, Any]) -> None:

@@ -88,7 +88,7 @@ class Trainer:
             is_last = step + 1 == total
             if is_last or is_late or (step + 1) % pace.save_every == 0:
                 self._folder.save(
-                    RunState(step + 1, total, self._to_target),
+                    RunState(step + 1, total, self._to_target.cpu()),
                     self._objective.trainee,
                     None if is_last else self._optimizer,
                 )
