@@ -72,12 +72,16 @@ class NixlBlocks:
 
         Args: content: [len(block_ids), nbytes] uint8, where the blocks are.
         """
-        with self._own_stream():
-            if self._stream is not None and self._written is not None:
+        blocks = self._blocks[group]
+        if self._stream is None:
+            for block_id, block in zip(block_ids, content, strict=True):
+                blocks[block_id].copy_(block)  # on the CPU, index_copy_ goes byte by byte
+            return
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
                 self._stream.wait_event(self._written)
-            self._blocks[group].index_copy_(0, torch.tensor(block_ids, device=self.device), content)
-            if self._stream is not None:
-                self._stream.synchronize()
+            blocks.index_copy_(0, torch.tensor(block_ids, device=self.device), content)
+            self._stream.synchronize()
 
     def own_sums(self, content: Tensor, use_words: bool) -> list[int]:
         """Checksums of what has come. Args: content: [n, nbytes] uint8, contiguous."""

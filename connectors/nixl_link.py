@@ -76,7 +76,7 @@ class NixlLink(PeerLink):
                 nixl,
                 self._blocks,
                 greeting,
-                num_lanes=self._num_threads,
+                num_lanes=2 * self._num_threads,  # one to be read to, one to be checked
                 staging_nbytes=self._staging_nbytes,
             )
         return self._session

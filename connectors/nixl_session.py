@@ -19,7 +19,6 @@ class NixlSession:
 
     Attributes:
         theirs: the node. groups: places of the groups that are exchanged, here and there.
-        use_words: which checksum; XXH3 would have blocks on a device brought to the host.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class NixlSession:
         self._agent = agent
         self.theirs = greeting
         self.groups = shared_groups(blocks.layout, greeting.layout)
-        self.use_words = blocks.place.is_on_device or greeting.place.is_on_device
+        self._is_on_device = blocks.place.is_on_device or greeting.place.is_on_device
         self.is_broken = False
         self._reads: set[Future[None]] = set()
         self._closed_by: Any = None
@@ -57,6 +56,11 @@ class NixlSession:
         self._registered = nixl.register_memory([(memory.data_ptr(), memory.numel(), place.device_id, "")], place.kind)
         self._local = nixl.prep_xfer_dlist("NIXL_INIT_AGENT", strided(self.staging.regions, place), place.kind)
         self._remote = nixl.prep_xfer_dlist(self._name, strided(greeting.regions, greeting.place), greeting.place.kind)
+
+    @property
+    def use_words(self) -> bool:
+        """Which checksum; for XXH3, blocks on a device would have to be brought to the host."""
+        return self._is_on_device
 
     def read(self, lane: Lane, block_ids: Sequence[int]) -> "Future[None]":
         """Read blocks of theirs, all groups of each; done when nothing is written to the lane any more."""

@@ -68,6 +68,11 @@ class Staging:
                 self.give_back(taken.result())
             raise
 
+    def take_nowait(self) -> Lane | None:
+        """A lane, or None if there is none now."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
     def give_back(self, lane: Lane) -> None:
         """Nothing is written to it any more; from any thread."""
         with self._lock:

@@ -32,7 +32,11 @@ class Ended:
 
 
 class KVNode:
-    """Both halves of a connector, driven as a scheduler does."""
+    """Both halves of a connector, driven as a scheduler does.
+
+    Attributes:
+        sequences: that were handed on, by their leases.
+    """
 
     def __init__(
         self,
@@ -70,7 +74,8 @@ class KVNode:
         self.scheduler, self.worker = both.scheduler, both.worker
         self.worker.register_kv_caches(KVCaches(tuple(groups), block_size))
         self.ended = Ended()
-        self.last_id = 0
+        self.sequences: dict[str, int] = {}
+        self._next_id = 0
         self._loads: dict[int, tuple[int, ...]] = {}
 
     def fill(self, seed: int = 0) -> Tensor:
@@ -84,14 +89,16 @@ class KVNode:
         self, num_blocks: int, *, text: str = "a", source: KVHandle | None = None, deadline_s: float | None = None
     ) -> KVRequest:
         """A prompt of so many full blocks and one more token."""
-        self.last_id += 1
+        self._next_id += 1
         hashes = chain_of(text, num_blocks)
-        return KVRequest(self.last_id, f"r{self.last_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s)
+        return KVRequest(self._next_id, f"r{self._next_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s)
 
     def hand_on(self, *block_ids: int, text: str = "a") -> KVHandle:
         """Hold these blocks of a prompt for another node."""
-        handle = self.scheduler.request_finished(self.request(len(block_ids), text=text), block_ids)
+        request = self.request(len(block_ids), text=text)
+        handle = self.scheduler.request_finished(request, block_ids)
         assert handle is not None
+        self.sequences[handle.lease_id] = request.seq_id
         return handle
 
     def matched(self, request: KVRequest, num_computed_blocks: int = 0) -> int:

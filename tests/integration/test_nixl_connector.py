@@ -16,16 +16,17 @@ from pydantic import ValidationError
 
 from connectors.nixl import NixlConfig
 from connectors.nixl_blocks import NixlBlocks
+from connectors.nixl_session import NixlSession
 from connectors.peer_leases import LeaseTable
 from server.errors import ConfigError
+from tests.fakes.forked_kv_node import ForkedKVNode
 from tests.fakes.kv_node import KVNode, threads_of_connectors
-from tests.fakes.kv_process import KVProcess
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
 TCP: dict[str, Any] = {"connector": "nixl", "transports": "tcp"}
 """As between two machines: a read goes on by itself, and stops where the other process does."""
-SLOW: dict[str, Any] = {**TCP, "num_blocks": 48, "width": 1 << 15, "staging_bytes": 6 << 20, "num_threads": 1}
+SLOW: dict[str, Any] = {**TCP, "num_blocks": 48, "width": 1 << 15, "staging_bytes": 12 << 20, "num_threads": 1}
 """Blocks of 3 MiB, two at a time: 144 MiB in all, which take a while."""
 EVERYTHING = tuple(range(48))
 
@@ -45,9 +46,9 @@ def node(stack: ExitStack, **settings: Any) -> KVNode:
     return made
 
 
-def process(stack: ExitStack, **settings: Any) -> KVProcess:
+def process(stack: ExitStack, **settings: Any) -> ForkedKVNode:
     """A process until the end of the test."""
-    made = KVProcess(**{**TCP, "engine_id": "holder", **settings})
+    made = ForkedKVNode(**{**TCP, "engine_id": "holder", **settings})
     stack.callback(made.close)
     return made
 
@@ -69,14 +70,14 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def big() -> Iterator[KVProcess]:
+def big() -> Iterator[ForkedKVNode]:
     """A process with blocks that take a while."""
     with ExitStack() as stack:
         yield process(stack, **SLOW)
 
 
 @pytest.fixture(scope="module")
-def holder() -> Iterator[KVProcess]:
+def holder() -> Iterator[ForkedKVNode]:
     """A process that nothing is done to."""
     with ExitStack() as stack:
         yield process(stack, seed=3, draft="d")
@@ -90,7 +91,7 @@ def content(seed: int, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return made.blocks, made.drafts
 
 
-def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder: KVProcess) -> None:
+def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes, draft="d")
     blocks, drafts = content(3, draft="d")
     for first in range(1, 11):
@@ -102,8 +103,24 @@ def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder
         holder.wait_for_release(handle)
 
 
+def test_with_the_checksum_of_devices(nodes: ExitStack, holder: ForkedKVNode) -> None:
+    reader = node(nodes, draft="d")
+    blocks, _ = content(3, draft="d")
+    own_sums = NixlBlocks.own_sums
+
+    def flip(self: NixlBlocks, read: torch.Tensor, use_words: bool) -> list[int]:
+        read[1, 7] ^= 1
+        return own_sums(self, read, use_words)
+
+    with patch.object(NixlSession, "use_words", True):
+        assert reader.wait_for_load(reader.begin(holder.hand_on(4, 5, 6), 1, 2, 3)) == frozenset()
+        with patch.object(NixlBlocks, "own_sums", flip):
+            assert reader.wait_for_load(reader.begin(holder.hand_on(4, 5, 6), 4, 5, 6)) == {5}
+    assert torch.equal(reader.blocks[[1, 2, 3, 4, 6]], blocks[[4, 5, 6, 4, 6]])
+
+
 @pytest.mark.parametrize("transports", ["tcp", "all"])
-def test_many_loads_at_a_time(nodes: ExitStack, holder: KVProcess, transports: str) -> None:
+def test_many_loads_at_a_time(nodes: ExitStack, holder: ForkedKVNode, transports: str) -> None:
     reader = node(nodes, num_blocks=81, transports=transports)
     blocks, _ = content(3, draft="d")
     handles = [holder.hand_on(1 + index % 7, 8 + index % 7) for index in range(40)]
@@ -117,7 +134,7 @@ def test_many_loads_at_a_time(nodes: ExitStack, holder: KVProcess, transports: s
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8, 24])
-def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: KVProcess, size: int) -> None:
+def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: ForkedKVNode, size: int) -> None:
     reader = node(nodes, block_size=size, num_blocks=26, staging_bytes=1 << 16)
     tokens = torch.cat(list(content(3, draft="d")[0][[9, 1, 5, 2, 11, 3]]), dim=2)
     count = 24 // size
@@ -132,7 +149,7 @@ def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: KVProcess
     holder.wait_for_release(handle)
 
 
-def test_a_draft_that_the_other_node_does_not_have_is_left_out(nodes: ExitStack, holder: KVProcess) -> None:
+def test_a_draft_that_the_other_node_does_not_have_is_left_out(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes, draft="another")
     blocks, _ = content(3, draft="d")
     assert reader.wait_for_load(reader.begin(holder.hand_on(4, 5), 1, 2)) == frozenset()
@@ -152,7 +169,7 @@ def test_drafts_of_some_blocks_only(nodes: ExitStack) -> None:
     assert not reader.drafts[2].any()
 
 
-def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: KVProcess) -> None:
+def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes, draft="d")
     blocks, drafts = content(3, draft="d")
     own_sums = NixlBlocks.own_sums
@@ -172,7 +189,7 @@ def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: KV
     assert torch.equal(reader.drafts[1], drafts[4])
 
 
-def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, holder: KVProcess) -> None:
+def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes, fingerprint="b2")
     handle = holder.hand_on(1, 2)
     assert reader.matched(reader.request(2, source=handle)) == 0
@@ -182,10 +199,10 @@ def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, ho
     assert torch.equal(reader.blocks, before)
 
 
-def test_a_lease_that_was_ended_is_not_read_from(nodes: ExitStack, holder: KVProcess) -> None:
+def test_a_lease_that_was_ended_is_not_read_from(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes)
     handle = holder.hand_on(1, 2)
-    holder.cancel()
+    holder.cancel(handle)
     holder.wait_for_release(handle)
     assert reader.wait_for_load(reader.begin(handle, 1, 2)) == {1, 2}
     assert not reader.blocks.any()
@@ -202,7 +219,7 @@ def test_a_lease_that_ends_while_it_is_read_from_spoils_what_was_read(nodes: Exi
         return own_sums(self, read, use_words)
 
     def ended(self: NixlBlocks, *_: object) -> list[int | None]:
-        holder.scheduler.cancel(holder.last_id)
+        holder.scheduler.cancel(holder.sequences[handle.lease_id])
         return [0, 0]
 
     with patch.object(NixlBlocks, "own_sums", late), patch.object(NixlBlocks, "sums", ended):
@@ -212,7 +229,7 @@ def test_a_lease_that_ends_while_it_is_read_from_spoils_what_was_read(nodes: Exi
 
 
 @pytest.mark.parametrize("num_come", [0, 2, 30])
-def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big: KVProcess, num_come: int) -> None:
+def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big: ForkedKVNode, num_come: int) -> None:
     reader = node(nodes, **SLOW)
     handle = big.hand_on(*EVERYTHING)
     load = reader.begin(handle, *EVERYTHING)
@@ -247,7 +264,9 @@ def test_a_node_that_is_killed_while_it_is_read_from(nodes: ExitStack) -> None:
     assert torch.equal(reader.blocks[1:3], content(1, **SLOW)[0][8:10])
 
 
-def test_a_node_that_is_stopped_while_it_is_read_from(nodes: ExitStack, big: KVProcess, holder: KVProcess) -> None:
+def test_a_node_that_is_stopped_while_it_is_read_from(
+    nodes: ExitStack, big: ForkedKVNode, holder: ForkedKVNode
+) -> None:
     reader = node(nodes, **SLOW, transfer_timeout_seconds=0.7)
     load = reader.begin(big.hand_on(*EVERYTHING), *EVERYTHING)
     wait_until(lambda: bool(reader.blocks[1].any()))
@@ -278,7 +297,7 @@ def test_a_lease_that_nobody_reads_ends(nodes: ExitStack) -> None:
     holder.wait_for_release(holder.hand_on(1), 2.0)
 
 
-def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: KVProcess) -> None:
+def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: ForkedKVNode) -> None:
     reader = node(nodes, allowed_peers=["10.0.0.0/8"])
     assert reader.matched(reader.request(1, source=holder.hand_on(1))) == 0
 
