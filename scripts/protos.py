@@ -4,11 +4,10 @@ Runs protoc from the repository's root, so that stubs import each other as proto
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,11 +15,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def generate(target: Path) -> None:
     """Write the stubs of every .proto of ours below `target`.
 
+    protoc runs in a process of its own: its library and NIXL's do not get on in one.
+
     Raises: SystemExit with protoc's code; what is wrong stands on stderr.
     """
     sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("protos/outrider/*/*.proto"))
     outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
-    if code := protoc.main(["protoc", f"--proto_path={ROOT}", *outputs, *sources]):
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={ROOT}", *outputs, *sources]
+    if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
         raise SystemExit(code)
 
 
