@@ -68,13 +68,18 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Durations of one choice on the server, in seconds."""
+    """Durations of one choice on the server, in seconds.
+
+    `transfer_seconds` is the part of the queue in which KV came from elsewhere; behind a hop, on the decode node, where
+    it is a part of decode.
+    """
 
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
     time_to_first_token_seconds: float
     total_seconds: float
+    transfer_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,7 @@ def _finished(message: pb.Finished) -> Finished:
             message.timing.decode_seconds,
             message.timing.time_to_first_token_seconds,
             message.timing.total_seconds,
+            message.timing.transfer_seconds,
         ),
         speculation=SpeculationStats(
             message.speculation.num_spec_steps,

@@ -98,8 +98,9 @@ class Progress:
         if begun is None:
             return
         finished.usage.cached_tokens = begun.usage.cached_tokens
-        rest_s = finished.timing.total_seconds
+        rest_s, transfer_s = finished.timing.total_seconds, finished.timing.transfer_seconds
         finished.timing.CopyFrom(begun.timing)
+        finished.timing.transfer_seconds = transfer_s
         finished.timing.decode_seconds += rest_s
         finished.timing.total_seconds += rest_s
 

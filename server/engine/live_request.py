@@ -31,6 +31,7 @@ class Choice:
             self._resume(request.continuation.choices[index])
         self._num_cached = 0
         self._scheduled_s: float | None = None
+        self._transfer_s = 0.0
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._speculation = SpeculationLog(request.speculation)
@@ -51,6 +52,7 @@ class Choice:
             self._count(output)
         self._num_cached = output.num_cached_tokens
         self._scheduled_s = output.scheduled_s
+        self._transfer_s = output.transfer_s
         last = len(output.token_ids) - 1
         for i, token_id in enumerate(output.token_ids):
             is_stop_token = i == last and output.finish_reason is FinishReason.STOP
@@ -99,6 +101,7 @@ class Choice:
             decode_s=last - first,
             ttft_s=first - arrival,
             total_s=now - arrival,
+            transfer_s=self._transfer_s,
         )
 
 

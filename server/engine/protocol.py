@@ -59,7 +59,8 @@ class Delta:
 class Timing:
     """Durations of one choice in seconds; zero for phases that were never reached.
 
-    queue: arrival to first scheduled; prefill: to the first token; decode: first token to last.
+    queue: arrival to first scheduled; prefill: to the first token; decode: first token to last. transfer: the part of
+    the queue in which KV came from elsewhere.
     """
 
     queue_s: float = 0.0
@@ -67,6 +68,7 @@ class Timing:
     decode_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

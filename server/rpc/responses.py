@@ -84,6 +84,7 @@ def finished_to_proto(event: Finished) -> pb.GenerateResponse:
             decode_seconds=event.timing.decode_s,
             time_to_first_token_seconds=event.timing.ttft_s,
             total_seconds=event.timing.total_s,
+            transfer_seconds=event.timing.transfer_s,
         ),
         speculation=pb.SpeculationStats(
             num_spec_steps=event.speculation.num_spec_steps,

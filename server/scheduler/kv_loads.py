@@ -55,7 +55,7 @@ class _Load:
 
     order: BlockLoad
     wish: _Wish | None
-    until_s: float
+    began_s: float
 
 
 class KVLoads:
@@ -143,7 +143,7 @@ class KVLoads:
         order = BlockLoad(
             request.seq_id, tuple(self._held.allocate(num_blocks)), hashes, len(local), source=request.source
         )
-        wish.load = self._loads[order.seq_id] = _Load(order, wish, self._clock() + LOAD_TIMEOUT_S)
+        wish.load = self._loads[order.seq_id] = _Load(order, wish, self._clock())
         self._coming.update(dict.fromkeys(hashes, order.seq_id))
         self._filled += order.block_ids
         self._connector.update_state_after_alloc(order)
@@ -226,6 +226,7 @@ class KVLoads:
             self._held.acquire(kept)
             wish.held += tuple(kept)
             wish.load, wish.is_over = None, True
+            wish.sequence.transfer_s += self._clock() - load.began_s
         self._held.release(order.block_ids)
         if wish is None or num_good == len(order.block_ids):
             return None
@@ -234,8 +235,10 @@ class KVLoads:
 
     def end_overdue(self, now: float) -> list[Sequence]:
         """Give up loads that take too long. Returns: the sequences that waited for them."""
-        overdue = [load.wish for load in self._loads.values() if load.wish is not None and load.until_s <= now]
+        began_by_s = now - LOAD_TIMEOUT_S
+        overdue = [load.wish for load in self._loads.values() if load.wish is not None and load.began_s <= began_by_s]
         for wish in overdue:
             self._abandon(wish)
+            wish.sequence.transfer_s += LOAD_TIMEOUT_S
         self.num_failed_loads += len(overdue)
         return [wish.sequence for wish in overdue]

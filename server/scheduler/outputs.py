@@ -25,6 +25,7 @@ class SequenceOutput(NamedTuple):
         token_ids: in order; where `finish_reason` is set the last one completed the choice.
         scheduled_s, settled_s: when the choice was first scheduled and when this step settled, on
             the engine's clock; scheduled_s is None for a choice that never was.
+        transfer_s: how much of the time before that it waited for KV from elsewhere.
         num_drafted, num_accepted: draft tokens this step verified and accepted.
         step_time: what speculation made of this step's time.
         prompt_logprobs: all of them, once, with the request's first output that has tokens.
@@ -47,6 +48,7 @@ class SequenceOutput(NamedTuple):
     stop_token_id: int | None = None
     handed_on: ChoiceState | None = None
     source: KVHandle | None = None
+    transfer_s: float = 0.0
     failure: Failure | None = None
     error: str = ""
 

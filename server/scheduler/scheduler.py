@@ -326,6 +326,7 @@ class Scheduler:
             row.num_drafted,
             num_accepted,
             step_time,
+            transfer_s=sequence.transfer_s,
         )
         if reason is not None:
             stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
@@ -393,7 +394,14 @@ class Scheduler:
 
     def _output(self, sequence: Sequence, now: float) -> SequenceOutput:
         """What is known of a choice, without news."""
-        return SequenceOutput(sequence.request, sequence.choice, sequence.scheduled_s, now, sequence.num_cached_tokens)
+        return SequenceOutput(
+            sequence.request,
+            sequence.choice,
+            sequence.scheduled_s,
+            now,
+            sequence.num_cached_tokens,
+            transfer_s=sequence.transfer_s,
+        )
 
     def _end(self, sequence: Sequence) -> None:
         sequence.is_finished = True

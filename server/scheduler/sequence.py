@@ -44,6 +44,7 @@ class Sequence:
         token_ids: prompt and settled output.
         num_computed: settled leading tokens with valid KV.
         num_next_drafts: drafts waiting on the device, known while nothing is in flight.
+        transfer_s: how long it has waited for KV from elsewhere.
         epoch: grows with each preemption; results of an older one are stale.
         drafts_on_host: whether its drafts are made on the host, from settled tokens.
         is_guided: whether it follows a grammar, whose masks are made on the host, from settled tokens.
@@ -72,6 +73,7 @@ class Sequence:
     num_published: int = 0
     num_cached_tokens: int = 0
     scheduled_s: float | None = None
+    transfer_s: float = 0.0
     is_finished: bool = False
     in_flight: deque[InFlight] = field(default_factory=deque)
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)

@@ -72,7 +72,7 @@ class CallTracer:
         return attributes | dict(call.attributes)
 
     def _trace_phases(self, parent: Span, call: CallFinished, choice: Finished) -> None:
-        """Queue, prefill and decode as consecutive spans [start, end) from the call's start.
+        """Queue, transfer, prefill and decode as consecutive spans [start, end) from the call's start.
 
         A phase that was never reached has no span. Durations come from the engine's
         monotonic clock; whatever the wall clock makes of them ends with the call.
@@ -81,7 +81,8 @@ class CallTracer:
         timing = choice.timing
         start_ns = call.start_unix_ns
         for name, duration_s, attributes in (
-            ("queue", timing.queue_s, {}),
+            ("queue", timing.queue_s - timing.transfer_s, {}),
+            ("transfer", timing.transfer_s, {}),
             ("prefill", timing.prefill_s, _prefill_attributes(choice)),
             ("decode", timing.decode_s, _decode_attributes(choice)),
         ):

@@ -175,6 +175,7 @@ async def test_blocks_of_the_prompt_come_from_the_other_node(folder: Path, tmp_p
         output = await nodes.client.generate(token_ids=[99, *PROMPT, *PROMPT], max_tokens=3)
         hits = (await nodes.decode.client.stats()).prefix_hit_tokens - before
         assert hits == len([99, *PROMPT, *PROMPT]) // 16 * 16, "every full block of a prompt that it has never seen"
+        assert output.choices[0].finished.timing.transfer_seconds > 0
         assert output.choices[0].finished.usage.cached_tokens == 0, "nothing of it was cached where it was computed"
         await nodes.settle()
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
@@ -243,3 +244,19 @@ def test_a_dead_collector_costs_a_log_line_and_no_time(is_listening: bool, caplo
     assert shutdown_s < 3
     assert sum(record.name.startswith("opentelemetry.") for record in caplog.records) == 1, caplog.text
     assert "the collector did not take everything within 0.5 s" in caplog.text
+
+
+def test_waiting_for_kv_from_another_node_is_a_phase_of_its_own(receiver: OtlpReceiver) -> None:
+    bus = EventBus()
+    telemetry = start(bus, receiver.endpoint)
+    timing = replace(finished().timing, transfer_s=0.03)
+    call = call_finished(choices=(replace(finished(), timing=timing),))
+    bus.publish(call)
+    telemetry.shutdown(5)
+
+    [span] = receiver.server_spans()
+    ends_ms = {
+        name: (child.end_time_unix_nano - call.start_unix_ns) // 1_000_000
+        for name, child in receiver.children(span).items()
+    }
+    assert ends_ms == {"queue": 70, "transfer": 100, "prefill": 300, "decode": 1200}
