@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from connectors.base import ConnectorScheduler
 from server.config import SchedulerConfig
 from server.kv.block_pool import BlockPool
 from server.plan import StepPlan
@@ -112,6 +113,8 @@ def make_core(
     draft_policy: DraftPolicy | None = None,
     num_lookahead_tokens: int = 0,
     executor_class: type[FakeExecutor] = FakeExecutor,
+    connector: ConnectorScheduler[Any] | None = None,
+    fails_on_bad_loads: bool = False,
     **config: Any,
 ) -> Core:
     """A scheduler with its executor; `config` are SchedulerConfig fields."""
@@ -127,6 +130,8 @@ def make_core(
         clock=clock,
         draft_policy=draft_policy,
         num_lookahead_tokens=num_lookahead_tokens,
+        connector=connector,
+        fails_on_bad_loads=fails_on_bad_loads,
     )
     executor = executor_class(
         random.Random(seed),

@@ -125,11 +125,21 @@ class FakeExecutor:
         self._is_published = is_published
         self._num_lookahead_tokens = num_lookahead_tokens
         self._slots: dict[int, _Slot] = {}
-        self._cells: dict[tuple[int, int], int] = {}
+        self._cells: dict[tuple[int, int], int | None] = {}
         self._unsettled: deque[_Handle] = deque()
         self._broken: set[int] = set()
         self.violations: list[str] = []
         self.plans: list[StepPlan] = []
+
+    def block(self, block_id: int) -> tuple[int | None, ...]:
+        """What a block's cells hold."""
+        return tuple(self._cells.get((block_id, place)) for place in range(self._block_size))
+
+    def fill(self, block_id: int, cells: Sequence[int | None]) -> None:
+        """Have a block's cells hold something, as a connector does."""
+        self._require(not self._is_published(block_id), f"published block {block_id} is loaded to")
+        for place, cell in enumerate(cells):
+            self._cells[block_id, place] = cell
 
     def launch(self, plan: StepPlan) -> _Handle:
         """Run the step at once; its results stay hidden until it is settled."""

@@ -31,6 +31,7 @@ class Expected:
     tokens: list[int] = field(default_factory=list)
     num_cached: int | None = None
     is_over: bool = False
+    end: SequenceOutput | None = None
 
     def take(self, output: SequenceOutput) -> None:
         """Check an output against what the choice would generate alone."""
@@ -39,6 +40,8 @@ class Expected:
         expected, reason = reference(self.request, self.index)
         num_before, num_prompt = len(self.tokens), len(self.request.prompt_token_ids)
         self.tokens += output.token_ids
+        if self.request.hands_on and len(expected) > 1:
+            expected, reason = expected[:1], FinishReason.HANDED_ON
         assert self.tokens == expected[: len(self.tokens)], where
         assert output.scheduled_s is not None or output.failure is not None
         if self.request.sampling.logprobs is not None:
@@ -51,12 +54,14 @@ class Expected:
         assert output.num_accepted <= len(output.token_ids)
         if output.finish_reason is not None:
             self.is_over = True
+            self.end = output
             assert (self.tokens, output.finish_reason) == (expected, reason), where
             assert output.stop_token_id == (expected[-1] if reason is FinishReason.STOP else None)
 
     def _take_prompt_logprobs(self, output: SequenceOutput, *, is_first: bool) -> None:
         prompt = self.request.prompt_token_ids
-        if not is_first or self.index > 0 or self.request.sampling.prompt_logprobs is None:
+        is_wanted = self.request.sampling.prompt_logprobs is not None and self.request.continuation is None
+        if not is_first or self.index > 0 or not is_wanted:
             assert output.prompt_logprobs == ()
         else:
             assert output.prompt_logprobs == tuple(token_logprobs(prompt[i], i) for i in range(1, len(prompt)))
@@ -68,6 +73,9 @@ class Simulation:
     `depth` steps are launched ahead of the one being settled, as the engine does.
     """
 
+    max_stalled_steps = MAX_STALLED_STEPS
+    max_waiting_steps = MAX_WAITING_STEPS
+
     def __init__(
         self,
         seed: int,
@@ -76,8 +84,9 @@ class Simulation:
         policy: str,
         writes_kv: bool = False,
         executor_class: type[FakeExecutor] = FakeExecutor,
+        **core: Any,
     ) -> None:
-        """Args: writes_kv: whether drafting writes to the sequences' blocks."""
+        """Args: writes_kv: whether drafting writes to the sequences' blocks. core: further arguments of it."""
         self.rng = rng = random.Random(seed)
         self.depth = depth
         self.block_size = rng.choice((1, 2, 4, 8))
@@ -102,6 +111,7 @@ class Simulation:
             accuracy=rng.choice((0.0, 0.5, 0.9, 1.0)),
             num_lookahead_tokens=self.max_drafts if writes_kv else 0,
             executor_class=executor_class,
+            **core,
             **self.config,
         )
         self.core.executor.row_error_rate = rng.choice((0.0, 0.0, 0.01))
@@ -174,6 +184,9 @@ class Simulation:
             logprobs=rng.choice((None, 0)),
             prompt_logprobs=rng.choice((None, None, 0)),
         )
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         self.live[request.request_id] = [Expected(request, index) for index in range(request.sampling.n)]
         self.scheduler.add(request)
 
@@ -191,7 +204,9 @@ class Simulation:
             must_settle = isinstance(handle, InjectedError)
             self.launched.append((plan, handle))
         else:
-            assert self.launched or not self.scheduler.has_requests, "nothing runs and nothing is planned"
+            is_awaiting = self._begin_transfers()
+            is_moving = self.launched or is_awaiting or not self.scheduler.has_requests
+            assert is_moving, "nothing runs and nothing is planned"
         self._check_progress(first, plan)
         while self.launched and (must_settle or len(self.launched) > self.depth):
             self._settle()
@@ -237,6 +252,10 @@ class Simulation:
         if all(sibling.is_over for sibling in choices):
             del self.live[choice.request.request_id]
 
+    def _begin_transfers(self) -> bool:
+        """Begin them without a step. Returns: whether something will come that is waited for."""
+        return False
+
     # -- rules -----------------------------------------------------------------------------
 
     def _first(self) -> Sequence | None:
@@ -254,10 +273,10 @@ class Simulation:
             pass
         elif first.slot is None:
             self.num_waited += 1
-            assert self.num_waited <= MAX_WAITING_STEPS, f"sequence {first.seq_id} is never started"
+            assert self.num_waited <= self.max_waiting_steps, f"sequence {first.seq_id} is never started"
         else:
             self.num_stalled += 1
-            assert self.num_stalled <= MAX_STALLED_STEPS, f"sequence {first.seq_id} starves"
+            assert self.num_stalled <= self.max_stalled_steps, f"sequence {first.seq_id} starves"
 
     def _check_in_flight(self, in_flight: dict[int, int]) -> None:
         for sequence in self.scheduler._by_id.values():
@@ -286,8 +305,15 @@ class Simulation:
             choice = self.live[start.request.request_id][self.scheduler._by_id[seq_ids[start.slot]].choice]
             if choice.num_cached is None:
                 choice.num_cached = start.num_computed
-                if choice.index == 0 and not (self.is_caching and start.request.sampling.prompt_logprobs is None):
+                if choice.index == 0 and not self._may_have_hits(start.request):
                     assert start.num_computed == 0
+
+    def _may_have_hits(self, request: Request) -> bool:
+        return self.is_caching and request.sampling.prompt_logprobs is None
+
+    def _held_by_others(self) -> Counter[int]:
+        """Blocks that others than sequences hold, and how often."""
+        return Counter()
 
     def _check_blocks(self) -> None:
         self.scheduler.check_integrity()
@@ -295,7 +321,8 @@ class Simulation:
         seated = [*batch.sequences, *batch.draining]
         slots = [sequence.slot for sequence in seated]
         assert len(set(slots)) == len(slots) <= self.config["max_num_seqs"]
-        holders = Counter(block_id for sequence in seated for block_id in sequence.block_ids)
+        own = Counter(block_id for sequence in seated for block_id in sequence.block_ids)
+        holders = own + self._held_by_others()
         assert all(self.pool._references[block_id] == count for block_id, count in holders.items())
         assert len(holders) == self.pool.num_usable - self.pool.num_free
         for sequence in seated:
