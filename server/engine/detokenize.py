@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from server.engine.protocol import PositionLogprobs
@@ -15,7 +16,12 @@ REPLACEMENT = "\ufffd"
 MAX_INCOMPLETE = 3
 """An incomplete character decodes to one U+FFFD, or with byte-fallback tokenizers to one per byte: at most 3."""
 PROMPT_CONTEXT = 5
-"""Prompt tokens that output is decoded behind, up to MAX_INCOMPLETE more where that would cut a character."""
+"""Prompt tokens that output is decoded behind, up to MAX_CONTEXT where that would cut a character."""
+MAX_CONTEXT = PROMPT_CONTEXT + MAX_INCOMPLETE
+
+REPLAYED_TOKENS = 64
+"""Delivered tokens that are decoded again where another node's choice is gone on with: enough to decode the next ones
+behind, and few enough for the event loop. Earlier ones are context, as the prompt is."""
 
 
 class Decoder(Protocol):
@@ -60,7 +66,7 @@ class IncrementalDecoder:
         self._context_text = ""
         self._returned = 0
         self._new: list[int] = []
-        for length in range(PROMPT_CONTEXT, PROMPT_CONTEXT + MAX_INCOMPLETE + 1):
+        for length in range(PROMPT_CONTEXT, MAX_CONTEXT + 1):
             self._set_context(list(prompt_token_ids[-length:]))
             if not self._context_text.startswith(REPLACEMENT):
                 return
@@ -110,7 +116,9 @@ class ChoiceText:
     """
 
     def __init__(self, decoder: Decoder, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> None:
-        self._decoder = IncrementalDecoder(decoder, prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        self._make_decoder = partial(IncrementalDecoder, decoder, skip_special_tokens=sampling.skip_special_tokens)
+        self._prompt_token_ids = prompt_token_ids
+        self._decoder = self._make_decoder(prompt_token_ids)
         self._stops: Sequence[str] = sampling.stop
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
@@ -152,15 +160,20 @@ class ChoiceText:
 
         Raises: InvalidRequest where that node would have ended the choice, or cannot have delivered so much.
         """
+        num_replayed = REPLAYED_TOKENS + max(map(len, self._stops), default=0)
+        begin = max(0, state.num_delivered_tokens - num_replayed)
+        if begin:
+            self._decoder = self._make_decoder((*self._prompt_token_ids[-MAX_CONTEXT:], *state.token_ids[:begin]))
+            self.num_tokens = begin
+        count = state.num_delivered_tokens - begin
         logprobs = iter(state.logprobs)
-        for i, token_id in enumerate(state.token_ids):
-            is_held_back = i >= state.num_delivered_tokens
-            stop = self.push(token_id, next(logprobs, None) if is_held_back else None, is_stop_token=False)
+        for i, token_id in enumerate(state.token_ids[begin:]):
+            stop = self.push(token_id, next(logprobs, None) if i >= count else None, is_stop_token=False)
             if stop is not None:
                 raise InvalidRequest.of("token_ids", f"they complete the stop string {stop!r}: the choice has ended")
-        count = state.num_delivered_tokens
         if count > len(self._ends):
-            raise InvalidRequest.of("delivered_tokens", f"the text of only {len(self._ends)} tokens is complete")
+            num_complete = begin + len(self._ends)
+            raise InvalidRequest.of("delivered_tokens", f"the text of only {num_complete} tokens is complete")
         if count:
             self._drop(count)
 

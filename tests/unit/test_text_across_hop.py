@@ -1,6 +1,7 @@
 """Text that one node begins and another goes on with is that of one node."""
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from server.request import SamplingParams
 from tests.fakes.executor import token_logprobs
 from tests.fakes.tokenizers import tiny_tokenizer
 
-TEXTS = ("def main():\n    return 'x'", "naïve café", "日本語の文章です", "😀😀🚀 a😀", "a\ufffdb", "abcabcabd")
+LONG = "日本語の文章です。naïve café 😀😀🚀 def main():\n    return 'x' " * 3
+TEXTS = (LONG, "def main():\n    return 'x'", "naïve café", "日本語の文章です", "😀😀🚀 a😀", "a\ufffdb", "abcabcabd")
 STOPS = ((), ("return",), ("é",), ("語の", "章"), ("🚀 a",), ("abcabd", "zz"), ("x'", "def main():\n  !"))
 
 
@@ -45,13 +47,20 @@ def joined(pieces: list[Piece]) -> Piece:
 @given(
     text=st.sampled_from(TEXTS),
     stop=st.sampled_from(STOPS),
-    hops=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    hops=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     includes_stop=st.booleans(),
     min_tokens=st.integers(0, 6),
+    num_replayed=st.sampled_from([8, 64]),
 )
 @settings(deadline=None, max_examples=300)
 def test_any_number_of_hops_changes_nothing(
-    decoder: Decoder, text: str, stop: tuple[str, ...], hops: list[int], includes_stop: bool, min_tokens: int
+    decoder: Decoder,
+    text: str,
+    stop: tuple[str, ...],
+    hops: list[int],
+    includes_stop: bool,
+    min_tokens: int,
+    num_replayed: int,
 ) -> None:
     token_ids = decoder.encode(text, add_special_tokens=False)  # type: ignore[attr-defined]
     sampling = SamplingParams(
@@ -71,7 +80,8 @@ def test_any_number_of_hops_changes_nothing(
             state = node.handed_on(ChoiceState(tuple(token_ids[:begin]), 7))
             assert len(state.logprobs) == begin - state.num_delivered_tokens
             node = ChoiceText(decoder, [5, 6], sampling)
-            node.resume(state)
+            with patch("server.engine.detokenize.REPLAYED_TOKENS", num_replayed):
+                node.resume(state)
         found = push_all(node, token_ids[begin:end], pieces)
         if found is not None:
             break
@@ -109,3 +119,18 @@ def test_what_cannot_be_is_refused_by_name(decoder: Decoder) -> None:
     token_ids = tuple(decoder.encode("abc", add_special_tokens=False))  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="token_ids: they complete the stop string 'b'"):
         ended.resume(ChoiceState(token_ids, 7))
+
+
+def test_long_answers_are_not_decoded_again(decoder: Decoder) -> None:
+    class Counting:
+        num_calls = 0
+
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+            self.num_calls += 1
+            return decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    counting = Counting()
+    text = ChoiceText(counting, [5], SamplingParams(max_tokens=None, stop=["nothing like it"]))
+    text.resume(ChoiceState((70,) * 10_000, 7, num_delivered_tokens=9_999))
+    assert text.num_tokens == 10_000
+    assert counting.num_calls < 300
