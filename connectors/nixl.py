@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from connectors.base import Connector, ConnectorContext, KVCaches
-from connectors.nixl_agent import NixlAgent
+from connectors.nixl_agent import NixlAgent, NixlFailed
 from connectors.nixl_blocks import NixlBlocks
 from connectors.nixl_link import NixlLink
 from connectors.nixl_server import NixlServer, NixlServicer
@@ -119,11 +119,13 @@ class NixlTransport:
         return None if self._allowed.allow(address) else f"allowed_peers does not have {address}, where its KV is"
 
     def start(self, caches: KVCaches, leases: LeaseTable) -> None:
-        """Make the agent, and open for others. Raises: NixlFailed."""
+        """Make the agent, and open for others. Raises: ConfigError if NIXL can not do with these settings."""
         blocks = NixlBlocks(caches)
-        agent = NixlAgent(
-            net_devices=self._config.net_devices, transports=self._config.transports, device=blocks.device
-        )
+        net_devices, transports = self._config.net_devices, self._config.transports
+        try:
+            agent = NixlAgent(net_devices=net_devices, transports=transports, device=blocks.device)
+        except NixlFailed as error:
+            raise ConfigError(f"NIXL with net_devices {net_devices}, transports {transports}: {error}") from error
         self._agent, self._blocks = agent, blocks
         if self._server is not None:
             metadata = agent.submit(blocks.register).result()

@@ -69,6 +69,8 @@ class NixlLink(PeerLink):
         """The session that another load has made meanwhile, or a new one."""
         if self._session is not None and self._session.is_broken:
             self._session.close(nixl)
+            if not self._session.is_closed:
+                raise NixlFailed("other reads from this node have not ended yet")
             self._session = None
         if self._session is None:
             self._session = NixlSession(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a node that was started again is not to wait for its forerunner's backoff
     ("grpc.max_receive_message_length", 64 << 20),
 )
+_Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
 
 
@@ -50,12 +51,12 @@ class NixlPeer:
     def greet(self, waiting: Waiting) -> Greeting:
         """Who it is. Raises: PeerRefused, and see Waiting."""
         request = pb.GreetRequest(version=VERSION, engine_id=self._engine_id)
-        return _greeting(_result(self._stub.Greet.future(request, timeout=waiting.left_s), waiting))
+        return _greeting(_result(_ask(self._stub.Greet, request, waiting), waiting))
 
     def locate(self, lease_id: str, first: int, count: int, last_hash: bytes, waiting: Waiting) -> list[int]:
         """Places of a lease's blocks in its groups; not checked. Raises: PeerRefused, and see Waiting."""
         request = pb.LocateRequest(lease_id=lease_id, first=first, count=count, last_hash=last_hash)
-        answer = _result(self._stub.Locate.future(request, timeout=waiting.left_s), waiting)
+        answer = _result(_ask(self._stub.Locate, request, waiting), waiting)
         block_ids = list(answer.block_ids)
         if len(block_ids) != count:
             raise PeerRefused(f"it answers with {len(block_ids)} blocks where {count} are wanted")
@@ -64,16 +65,16 @@ class NixlPeer:
     def start_check(
         self, lease_id: str, first: int, count: int, groups: Sequence[int], use_words: bool, waiting: Waiting
     ) -> "Checking":
-        """Ask for checksums of a lease's blocks."""
+        """Ask for checksums of a lease's blocks. Raises: PeerRefused, TimeoutError."""
         kind = pb.CHECKSUM_WORDS if use_words else pb.CHECKSUM_XXH3
         request = pb.CheckRequest(lease_id=lease_id, first=first, count=count, groups=groups, checksum=kind)
-        return Checking(self._stub.Check.future(request, timeout=waiting.left_s), count, len(groups))
+        return Checking(_ask(self._stub.Check, request, waiting), count, len(groups))
 
     def keep(self, kept: Sequence[str], released: Sequence[str]) -> None:
         """Signs of life; waits a second at most. Raises: PeerRefused."""
         try:
             self._stub.Keep(pb.KeepRequest(kept=kept, released=released), timeout=KEEP_TIMEOUT_S)
-        except grpc.RpcError as error:
+        except (grpc.RpcError, ValueError) as error:
             raise _refused(error) from error
 
     def close(self) -> None:
@@ -101,6 +102,13 @@ class Checking:
         return [sums[start : start + self._count] for start in range(0, len(sums), self._count)]
 
 
+def _ask(method: "grpc.UnaryUnaryMultiCallable[_Request, _Answer]", request: _Request, waiting: Waiting) -> Any:
+    try:
+        return method.future(request, timeout=waiting.left_s)
+    except ValueError as error:
+        raise _refused(error) from error
+
+
 def _result(call: Awaited[_Answer], waiting: Waiting) -> _Answer:
     try:
         return waiting.result(call)
@@ -108,7 +116,10 @@ def _result(call: Awaited[_Answer], waiting: Waiting) -> _Answer:
         raise _refused(error) from error
 
 
-def _refused(error: grpc.RpcError) -> PeerRefused:
+def _refused(error: grpc.RpcError | ValueError) -> PeerRefused:
+    """ValueError is what gRPC raises on a channel that was closed."""
+    if isinstance(error, ValueError):
+        return PeerRefused(str(error))
     return PeerRefused(f"{error.code().name}: {error.details()}")
 
 

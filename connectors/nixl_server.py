@@ -18,6 +18,8 @@ from protos.outrider.v1.block_exchange_pb2_grpc import BlockExchangeServicer
 NUM_THREADS = 4
 MAX_CALLS = 64
 """At a time; more are refused at once."""
+GRACE_S = 0.2
+"""For calls to end by themselves."""
 _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", 64 << 20))  # two nodes never share a port
 
 
@@ -146,6 +148,6 @@ class NixlServer:
         self._server.start()
 
     def close(self, timeout_s: float) -> None:
-        """Break off all calls and close the port; may be called twice."""
-        self._server.stop(None).wait(timeout_s)
+        """Close the port and end all calls; may be called twice."""
+        self._server.stop(min(GRACE_S, timeout_s)).wait(timeout_s)
         self._threads.shutdown()

@@ -19,6 +19,7 @@ class NixlSession:
 
     Attributes:
         theirs: the node. groups: places of the groups that are exchanged, here and there.
+        is_broken: it is to be closed. is_closed: the other agent is forgotten, and may be made known anew.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class NixlSession:
         self._is_on_device = blocks.place.is_on_device or greeting.place.is_on_device
         self.is_broken = False
         self._reads: set[Future[None]] = set()
+        self.is_closed = False
         self._closed_by: Any = None
         widths = [greeting.layout.groups[there].block_nbytes for _, there in self.groups]
         least = 1 if our_size == their_size else Cut.least(their_size, our_size)
@@ -88,7 +90,7 @@ class NixlSession:
         nixl = self._closed_by
         if nixl is None or self._reads:
             return
-        self._closed_by = None
+        self._closed_by, self.is_closed = None, True
         for prepared in (self._local, self._remote):
             with suppress(Exception):
                 nixl.release_dlist_handle(prepared)
