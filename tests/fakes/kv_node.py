@@ -50,13 +50,14 @@ class KVNode:
         clock: Callable[[], float] = time.monotonic,
         is_producer: bool = True,
         connector: str = "tcp",
+        device: str = "cpu",
         **settings: object,
     ) -> None:
-        """Args: draft: fingerprint of a second group. settings: of the connector."""
+        """Args: draft: fingerprint of a second group. device: of the blocks. settings: of the connector."""
         self.block_size = block_size
-        self.blocks = torch.zeros(num_blocks, LAYERS, HEADS, block_size, width)
+        self.blocks = torch.zeros(num_blocks, LAYERS, HEADS, block_size, width, device=device)
         groups = [KVGroup("target", fingerprint, self.blocks)]
-        self.drafts = torch.zeros(num_blocks, 5)
+        self.drafts = torch.zeros(num_blocks, 5, device=device)
         self.whole_drafts: set[int] = set(range(num_blocks))
         if draft is not None:
             groups.append(KVGroup("draft", draft, self.drafts, self.whole_drafts.__contains__))
@@ -91,7 +92,9 @@ class KVNode:
         """A prompt of so many full blocks and one more token."""
         self._next_id += 1
         hashes = chain_of(text, num_blocks)
-        return KVRequest(self._next_id, f"r{self._next_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s)
+        return KVRequest(
+            self._next_id, f"r{self._next_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s
+        )
 
     def hand_on(self, *block_ids: int, text: str = "a") -> KVHandle:
         """Hold these blocks of a prompt for another node."""
