@@ -46,10 +46,11 @@ def content_connector(store: BlockStore, context: ConnectorContext) -> Connector
 
 @dataclass(frozen=True, slots=True)
 class ContentMetadata:
-    """What is to be done next."""
+    """What is to be done next. Attributes: cancelled: loads that nobody waits for any more, if there are such."""
 
     loads: tuple[BlockLoad, ...]
     saves: tuple[BlockSave, ...]
+    cancelled: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,6 +60,15 @@ class _Lookup:
     first_block: int
     until_s: float
     num_found: int | None = None
+    is_wanted: bool = True
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that waits for a thread, or has one."""
+
+    order: BlockLoad
+    is_wanted: bool = True
 
 
 class ContentScheduler(ConnectorScheduler[ContentMetadata]):
@@ -74,6 +84,7 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         self._paused_until_s = -1.0
         self._loads: list[BlockLoad] = []
         self._saves: list[BlockSave] = []
+        self._cancelled: list[int] = []
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         """None until the store has answered; 0 if it did not in time."""
@@ -81,21 +92,34 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         first_block = num_computed_tokens // block_size
         now = self._context.clock()
         lookup = self._lookups.get(request.seq_id)
-        if lookup is None:
+        if lookup is None or lookup.first_block > first_block:  # blocks that were here are not any more
+            self._forget(request.seq_id)
             if not self._context.is_consumer or first_block >= len(request.hashes) or now < self._paused_until_s:
                 return 0
             lookup = self._lookups[request.seq_id] = _Lookup(first_block, now + LOOKUP_TIMEOUT_S)
             self._asking.submit(partial(self._ask, lookup, list(request.hashes[first_block:])))
             return None
-        if lookup.num_found is None:
+        if lookup.num_found is not None:
+            del self._lookups[request.seq_id]
+            return max(0, lookup.first_block + lookup.num_found - first_block) * block_size
+        if now >= self._paused_until_s:
             if now < lookup.until_s:
                 return None
             logger.warning("the %s store does not answer; it is left alone for %g s", self._context.name, PAUSE_S)
             self._paused_until_s = now + PAUSE_S
-        del self._lookups[request.seq_id]
-        return max(0, lookup.first_block + (lookup.num_found or 0) - first_block) * block_size
+        self._forget(request.seq_id)
+        return 0
+
+    def _forget(self, seq_id: int) -> bool:
+        """Returns: whether something was asked for it."""
+        lookup = self._lookups.pop(seq_id, None)
+        if lookup is not None:
+            lookup.is_wanted = False
+        return lookup is not None
 
     def _ask(self, lookup: _Lookup, hashes: Sequence[bytes]) -> None:
+        if not lookup.is_wanted:
+            return  # the store had others to answer for too long
         num_found = 0
         try:
             num_found = self._store.find(self._namespace, hashes)
@@ -118,10 +142,10 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
 
     def build_connector_meta(self) -> ContentMetadata | None:
         """What was ordered since the last one."""
-        if not self._loads and not self._saves:
+        if not (self._loads or self._saves or self._cancelled):
             return None
-        metadata = ContentMetadata(tuple(self._loads), tuple(self._saves))
-        self._loads, self._saves = [], []
+        metadata = ContentMetadata(tuple(self._loads), tuple(self._saves), tuple(self._cancelled))
+        self._loads, self._saves, self._cancelled = [], [], []
         return metadata
 
     def request_finished(self, request: KVRequest, block_ids: Sequence[int]) -> KVHandle | None:
@@ -140,8 +164,9 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         )
 
     def cancel(self, seq_id: int) -> None:
-        """Forget a question; a load that was ordered goes on to its end."""
-        self._lookups.pop(seq_id, None)
+        """Forget a question; of a load, what was not begun yet."""
+        if not self._forget(seq_id):
+            self._cancelled.append(seq_id)
 
 
 class ContentWorker(ConnectorWorker[ContentMetadata]):
@@ -155,11 +180,15 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         self._is_closed = False
         self._threads = Threads("outrider-kv", NUM_THREADS)
         self._groups: list[tuple[str, KVGroup, HostBlocks]] = []
+        self._queued: dict[int, _Loading] = {}
+        self._moving: dict[int, _Loading] = {}
         self._ended: deque[tuple[Finished, frozenset[int]]] = deque()
         self._errors: frozenset[int] = frozenset()
 
     def register_kv_caches(self, caches: KVCaches) -> None:
         """Use these blocks."""
+        for group in caches.groups:
+            self._store.expect(namespace(group, caches.block_size), group.block_nbytes)
         self._groups = [
             (namespace(group, caches.block_size), group, HostBlocks(group.blocks, NUM_THREADS))
             for group in caches.groups
@@ -170,9 +199,12 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         for _, _, blocks in self._groups:
             blocks.mark()
         for load in metadata.loads:
-            self._threads.submit(partial(self._load, load))
+            self._queued[load.seq_id] = _Loading(load)
+            self._threads.submit(partial(self._load, load.seq_id))
         for save in metadata.saves:
             self._threads.submit(partial(self._save, save))
+        for seq_id in metadata.cancelled:
+            self._cancel(seq_id)
 
     def get_finished(self) -> Finished:
         """What the threads have ended."""
@@ -190,16 +222,33 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
     def shutdown(self, timeout_s: float) -> None:
         """Let what was ordered end, as far as time is left; then close the store."""
         until_s = time.monotonic() + timeout_s
+        for seq_id in [*self._queued, *self._moving]:
+            self._cancel(seq_id)
         has_moved = self._threads.end(timeout_s)
         has_asked = self._asking.end(max(0.0, until_s - time.monotonic()))
         if has_moved and has_asked and not self._is_closed:
             self._is_closed = True
             self._store.close()
 
-    def _load(self, load: BlockLoad) -> None:
+    def _cancel(self, seq_id: int) -> None:
+        """End a load: now, if it still waits for a thread, else behind the block that is being loaded."""
+        loading = self._queued.pop(seq_id, None)
+        if loading is not None:
+            self._end(Finished(loaded=(seq_id,)), frozenset(loading.order.block_ids))
+        elif (loading := self._moving.get(seq_id)) is not None:
+            loading.is_wanted = False
+
+    def _load(self, seq_id: int) -> None:
+        loading = self._queued.pop(seq_id, None)  # by one thread only, the step thread's `_cancel` included
+        if loading is None:
+            return
+        self._moving[seq_id] = loading
+        load = loading.order
         num_good, complete = 0, []
         try:
             for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
+                if not loading.is_wanted:
+                    break
                 filled = [self._fill(index, block_id, block_hash) for index in range(len(self._groups))]
                 if not filled[0]:
                     break
@@ -208,6 +257,7 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
                     complete.append(block_id)
         except Exception:
             logger.exception("loading blocks failed")
+        del self._moving[seq_id]
         self._end(Finished(loaded=(load.seq_id,), complete=tuple(complete)), frozenset(load.block_ids[num_good:]))
 
     def _fill(self, index: int, block_id: int, block_hash: bytes) -> bool:

@@ -51,6 +51,10 @@ class FaultStore:
         self._lock = threading.Lock()
         self._closing = threading.Event()
 
+    def expect(self, namespace: str, block_nbytes: int) -> None:
+        """Never fails."""
+        self._store.expect(namespace, block_nbytes)
+
     def find(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """Of what is there, a part at random if it fails."""
         count = self._store.find(namespace, hashes)

@@ -58,6 +58,9 @@ class FilesystemStore:
         self._budget = FolderBudget(root, max_bytes)
         self._log = RareLog(logger)
 
+    def expect(self, namespace: str, block_nbytes: int) -> None:
+        """Each block brings its size."""
+
     def find(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """One look at the folder for each block until one is missing."""
         for count, block_hash in enumerate(hashes):

@@ -42,6 +42,9 @@ class MemoryStore:
         self._blocks: OrderedDict[_Key, NDArray[np.uint8]] = OrderedDict()
         self._nbytes = 0
 
+    def expect(self, namespace: str, block_nbytes: int) -> None:
+        """Each block brings its size."""
+
     def find(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """One look at a dictionary for each block until one is missing."""
         with self._lock:

@@ -12,6 +12,9 @@ class BlockStore(Protocol):
     raises for it.
     """
 
+    def expect(self, namespace: str, block_nbytes: int) -> None:
+        """Blocks of this namespace have this size; called before any other method is called with it."""
+
     def find(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """How many of these blocks are there, counted from the first until one is missing."""
 

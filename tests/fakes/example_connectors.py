@@ -25,6 +25,9 @@ class PlainFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def expect(self, namespace: str, block_nbytes: int) -> None:
+        """Each block brings its size."""
+
     def find(self, namespace: str, hashes: Sequence[bytes]) -> int:
         """Until the first without a file."""
         missing = (i for i, block_hash in enumerate(hashes) if not self._path(namespace, block_hash).exists())
