@@ -187,6 +187,8 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
 
     def register_kv_caches(self, caches: KVCaches) -> None:
         """Use these blocks."""
+        for group in caches.groups:
+            self._store.expect(namespace(group, caches.block_size), group.block_nbytes)
         self._groups = [
             (namespace(group, caches.block_size), group, HostBlocks(group.blocks, NUM_THREADS))
             for group in caches.groups
