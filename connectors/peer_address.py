@@ -54,7 +54,7 @@ class _Rule:
     @classmethod
     def parse(cls, text: str) -> "_Rule":
         host, port = text, None
-        bracketed = re.fullmatch(r"\[(.+)\](?::(\d+))?", text)
+        bracketed = re.fullmatch(r"\[([^]]*:[^]]*)\](?::(\d+))?", text)
         if bracketed:
             host, port = bracketed[1], bracketed[2]
         elif text.count(":") == 1:

@@ -14,7 +14,7 @@ TICK_S = 0.1
 _TICK = struct.pack("@ll", 0, int(TICK_S * 1e6))  # a timeval
 
 
-class ConnectionLost(OSError):
+class ConnectionLost(ConnectionError):
     """The other side is gone, or the connection was stopped."""
 
 
