@@ -156,6 +156,11 @@ class EngineStatistics:
     verify_seconds: float = 0.0
     num_draft_steps: int = 0
     num_verify_steps: int = 0
+    external_queried_tokens: int = 0
+    external_loaded_tokens: int = 0
+    num_failed_loads: int = 0
+    num_unsaved_blocks: int = 0
+    num_held_blocks: int = 0
     speculation_advice: Mapping[str, str] = field(default_factory=dict)
 
     @property

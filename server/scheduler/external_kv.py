@@ -11,19 +11,25 @@ from server.scheduler.kv_loads import KVLoads
 from server.scheduler.kv_saves import KVSaves
 from server.scheduler.outputs import SequenceOutput
 from server.scheduler.sequence import Sequence
+from server.scheduler.statistics import Counters
 
 
 class ExternalKV:
     """Loads and saves of one connector; owned by the scheduler."""
 
     def __init__(
-        self, connector: ConnectorScheduler[object], pool: BlockPool, block_size: int, clock: Callable[[], float]
+        self,
+        connector: ConnectorScheduler[object],
+        pool: BlockPool,
+        block_size: int,
+        clock: Callable[[], float],
+        counters: Counters,
     ) -> None:
         self._connector = connector
         next_id = count().__next__
         self.held = HeldBlocks(pool)
-        self.loads = KVLoads(connector, pool, self.held, block_size, clock, next_id)
-        self.saves = KVSaves(connector, pool, self.held, block_size, clock, next_id)
+        self.loads = KVLoads(connector, pool, self.held, block_size, clock, next_id, counters)
+        self.saves = KVSaves(connector, pool, self.held, block_size, clock, next_id, counters)
 
     def plan(self) -> TransferPlan | None:
         """What the worker half is to do next; None for nothing."""

@@ -13,6 +13,7 @@ from server.kv.block_pool import BlockPool
 from server.kv.prefix_cache import longest_hit
 from server.scheduler.held_blocks import HeldBlocks
 from server.scheduler.sequence import Sequence
+from server.scheduler.statistics import Counters
 
 LOAD_TIMEOUT_S = 10.0
 """A sequence waits no longer for a load; a connector that can break one off does so earlier."""
@@ -59,12 +60,7 @@ class _Load:
 
 
 class KVLoads:
-    """Asks a connector for what waiting sequences lack, and has it loaded; owned by the scheduler.
-
-    Attributes:
-        num_queried_tokens, num_loaded_tokens: that were not here when they were asked for, and those that came.
-        num_failed_loads: that brought less than they should, or nothing in time.
-    """
+    """Asks a connector for what waiting sequences lack, and has it loaded; owned by the scheduler."""
 
     def __init__(
         self,
@@ -74,6 +70,7 @@ class KVLoads:
         block_size: int,
         clock: Callable[[], float],
         next_id: Callable[[], int],
+        counters: Counters,
     ) -> None:
         """Args: next_id: names sequences towards the connector."""
         self._connector = connector
@@ -82,14 +79,12 @@ class KVLoads:
         self._block_size = block_size
         self._clock = clock
         self._make_id = next_id
+        self._counters = counters
         self._wishes: dict[int, _Wish] = {}
         self._loads: dict[int, _Load] = {}
         self._coming: dict[bytes, int] = {}
         self._filled: list[int] = []
         self._renewal_s = -RENEWAL_S
-        self.num_queried_tokens = 0
-        self.num_loaded_tokens = 0
-        self.num_failed_loads = 0
 
     def readiness(self, sequence: Sequence, num_reserved: int) -> Readiness:
         """Whether a waiting sequence may start; if something can be had for it, it is ordered.
@@ -114,7 +109,7 @@ class KVLoads:
         num_blocks = min(num_tokens // self._block_size, len(hashes) - len(local))
         if num_blocks > 0 and not self._load(wish, local, num_blocks, num_reserved):
             return Readiness.SHORT
-        self.num_queried_tokens += (len(hashes) - len(local)) * self._block_size
+        self._counters.external_queried_tokens += (len(hashes) - len(local)) * self._block_size
         wish.is_over = wish.load is None
         return Readiness.READY if wish.is_over else Readiness.LOADING
 
@@ -215,7 +210,7 @@ class KVLoads:
         num_good = next(
             (i for i, block_id in enumerate(order.block_ids) if block_id in bad_blocks), len(order.block_ids)
         )
-        self.num_loaded_tokens += num_good * self._block_size
+        self._counters.external_loaded_tokens += num_good * self._block_size
         kept: list[int] = []
         for block_id, block_hash in zip(order.block_ids[:num_good], order.hashes, strict=False):
             self._pool.publish(block_id, block_hash)
@@ -230,7 +225,7 @@ class KVLoads:
         self._held.release(order.block_ids)
         if wish is None or num_good == len(order.block_ids):
             return None
-        self.num_failed_loads += 1
+        self._counters.num_failed_loads += 1
         return wish.sequence
 
     def end_overdue(self, now: float) -> list[Sequence]:
@@ -240,5 +235,5 @@ class KVLoads:
         for wish in overdue:
             self._abandon(wish)
             wish.sequence.transfer_s += LOAD_TIMEOUT_S
-        self.num_failed_loads += len(overdue)
+        self._counters.num_failed_loads += len(overdue)
         return [wish.sequence for wish in overdue]

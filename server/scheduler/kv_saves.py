@@ -9,6 +9,7 @@ from server.kv.block_pool import BlockPool
 from server.scheduler.held_blocks import HeldBlocks
 from server.scheduler.outputs import SequenceOutput
 from server.scheduler.sequence import Sequence
+from server.scheduler.statistics import Counters
 
 MAX_SAVING_SHARE = 0.25
 """At most this share of all blocks is kept from being used again because it is being saved."""
@@ -39,9 +40,6 @@ class KVSaves:
 
     Blocks beyond MAX_SAVING_SHARE wait for their turn without being held: they may be used for something else before
     it comes.
-
-    Attributes:
-        num_unsaved_blocks: to which that happened.
     """
 
     def __init__(
@@ -52,6 +50,7 @@ class KVSaves:
         block_size: int,
         clock: Callable[[], float],
         next_id: Callable[[], int],
+        counters: Counters,
     ) -> None:
         """Args: next_id: names sequences towards the connector."""
         self._connector = connector
@@ -60,6 +59,7 @@ class KVSaves:
         self._block_size = block_size
         self._clock = clock
         self._make_id = next_id
+        self._counters = counters
         self._max_saving = max(1, int(MAX_SAVING_SHARE * pool.num_usable))
         self._saving: dict[int, bytes] = {}
         self._queued: dict[int, bytes] = {}
@@ -67,7 +67,6 @@ class KVSaves:
         self._leases: dict[str, _Lease] = {}
         self._handed_on: set[str] = set()
         self._handing_on: list[_HandingOn] = []
-        self.num_unsaved_blocks = 0
 
     @property
     def is_handing_on(self) -> bool:
@@ -79,7 +78,7 @@ class KVSaves:
         if not self._connector.wants_saves or self._pool.lookup(block_hash) != block_id:
             return
         if block_id in self._queued:
-            self.num_unsaved_blocks += 1  # what it held before is gone
+            self._counters.num_unsaved_blocks += 1  # what it held before is gone
         self._queued[block_id] = block_hash
         self._order()
 
@@ -88,7 +87,7 @@ class KVSaves:
             block_id, block_hash = next(iter(self._queued.items()))
             del self._queued[block_id]
             if self._pool.lookup(block_hash) != block_id:
-                self.num_unsaved_blocks += 1
+                self._counters.num_unsaved_blocks += 1
                 continue
             self._held.acquire([block_id])
             self._saving[block_id] = block_hash

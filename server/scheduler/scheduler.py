@@ -72,7 +72,9 @@ class Scheduler:
         self._batch = RunningBatch(pool, config.max_num_seqs)
         self._waiting = WaitingQueue()
         self.counters = Counters()
-        self.external = None if connector is None else ExternalKV(connector, pool, self._block_size, clock)
+        self.external = None
+        if connector is not None:
+            self.external = ExternalKV(connector, pool, self._block_size, clock, self.counters)
         self._admission = Admission(
             config,
             self._block_size,
@@ -458,6 +460,11 @@ class Scheduler:
             verify_seconds=counters.verify_s,
             num_draft_steps=counters.num_draft_steps,
             num_verify_steps=counters.num_verify_steps,
+            external_queried_tokens=counters.external_queried_tokens,
+            external_loaded_tokens=counters.external_loaded_tokens,
+            num_failed_loads=counters.num_failed_loads,
+            num_unsaved_blocks=counters.num_unsaved_blocks,
+            num_held_blocks=0 if self.external is None else len(self.external.held),
             speculation_advice=self._watch.advice if self._drafts.is_on else {},
         )
 

@@ -25,6 +25,10 @@ class Counters:
     Attributes:
         draft_s, num_draft_steps: time spent proposing, and in how many steps.
         verify_s, num_verify_steps: time of the steps that verified drafts less their draft_s, and their number.
+        external_queried_tokens, external_loaded_tokens: that were not here when a connector was asked for them, and
+            those that it brought.
+        num_failed_loads: that brought less than they should, or nothing in time.
+        num_unsaved_blocks: that were used for something else before it was their turn to be saved.
     """
 
     prefix_query_tokens: int = 0
@@ -37,6 +41,10 @@ class Counters:
     verify_s: float = 0.0
     num_draft_steps: int = 0
     num_verify_steps: int = 0
+    external_queried_tokens: int = 0
+    external_loaded_tokens: int = 0
+    num_failed_loads: int = 0
+    num_unsaved_blocks: int = 0
     _rows_drafted: list[int] = field(default_factory=lambda: [0])
     _rows_accepted: list[int] = field(default_factory=lambda: [0])
     _steps_by_limit: list[int] = field(default_factory=lambda: [0])

@@ -27,6 +27,12 @@ _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
         lambda s: 1 - s.kv_blocks_free / s.kv_blocks_total if s.kv_blocks_total else 0.0,
     ),
     (
+        "outrider_held_blocks",
+        "{block}",
+        "KV blocks that are held for loads, saves and other nodes.",
+        lambda s: s.num_held_blocks,
+    ),
+    (
         "outrider_draft_acceptance_ratio",
         "1",
         "Share of the verified draft tokens that were accepted, since the start.",
@@ -45,6 +51,25 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("outrider_prompt_tokens", "{token}", "Prompt tokens computed or found.", lambda s: s.prompt_tokens),
     ("outrider_generation_tokens", "{token}", "Tokens generated.", lambda s: s.generation_tokens),
     ("outrider_preemptions", "{sequence}", "Sequences preempted for lack of KV blocks.", lambda s: s.num_preemptions),
+    (
+        "outrider_external_queried_tokens",
+        "{token}",
+        "Prompt tokens that were not in the prefix cache when the connector was asked for them.",
+        lambda s: s.external_queried_tokens,
+    ),
+    ("outrider_external_loaded_tokens", "{token}", "Those whose KV it brought.", lambda s: s.external_loaded_tokens),
+    (
+        "outrider_failed_loads",
+        "{load}",
+        "Loads that brought less than they should, or nothing in time.",
+        lambda s: s.num_failed_loads,
+    ),
+    (
+        "outrider_unsaved_blocks",
+        "{block}",
+        "KV blocks that were used for something else before it was their turn to be saved.",
+        lambda s: s.num_unsaved_blocks,
+    ),
     ("outrider_steps", "{step}", "Steps the worker has run.", lambda s: s.num_steps),
 )
 

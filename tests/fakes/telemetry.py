@@ -29,6 +29,11 @@ STATISTICS = EngineStatistics(
     draft_tokens_per_position=(90, 60, 30),
     accepted_tokens_per_position=(70, 40, 10),
     steps_per_draft_limit=(200, 0, 21, 100),
+    external_queried_tokens=360,
+    external_loaded_tokens=320,
+    num_failed_loads=5,
+    num_unsaved_blocks=6,
+    num_held_blocks=7,
     speculation_advice={"slow_drafts": "change_method"},
 )
 

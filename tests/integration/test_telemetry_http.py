@@ -89,6 +89,11 @@ def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> No
         "outrider_generation_tokens_total": 500,
         "outrider_preemptions_total": 4,
         "outrider_steps_total": 321,
+        "outrider_external_queried_tokens_total": 360,
+        "outrider_external_loaded_tokens_total": 320,
+        "outrider_failed_loads_total": 5,
+        "outrider_unsaved_blocks_total": 6,
+        "outrider_held_blocks": 7,
         "outrider_telemetry_dropped_events_total": 0,
     }
     assert {name: samples[name, ()] for name in expected} == expected

@@ -18,13 +18,12 @@ def run_seeds(seeds: range, *, depth: int, policy: str, num_steps: int) -> None:
             error.add_note(f"Nodes({seed}, {depth=}, {policy=}).run({num_steps})")
             raise
         for node in nodes.nodes:
-            external, connector = node.scheduler.external, node.connector
-            assert external is not None
+            counters, connector = node.scheduler.counters, node.connector
             found = (
                 node.num_finished,
                 node.num_handed_on,
-                external.loads.num_loaded_tokens,
-                external.loads.num_failed_loads,
+                counters.external_loaded_tokens,
+                counters.num_failed_loads,
                 connector.num_loads,
                 connector.num_bad_blocks,
                 connector.num_saves,

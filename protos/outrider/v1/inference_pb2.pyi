@@ -421,7 +421,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps", "draft_acceptance_rate", "steps_per_draft_limit", "draft_seconds", "num_draft_steps", "verify_seconds", "num_verify_steps", "speculation_advice")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps", "draft_acceptance_rate", "steps_per_draft_limit", "draft_seconds", "num_draft_steps", "verify_seconds", "num_verify_steps", "speculation_advice", "external_queried_tokens", "external_loaded_tokens", "num_failed_loads", "num_unsaved_blocks", "num_held_blocks")
     class SpeculationAdviceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -448,6 +448,11 @@ class GetStatsResponse(_message.Message):
     VERIFY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_ADVICE_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_LOADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_total: int
@@ -467,4 +472,9 @@ class GetStatsResponse(_message.Message):
     verify_seconds: float
     num_verify_steps: int
     speculation_advice: _containers.ScalarMap[str, str]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., draft_acceptance_rate: _Optional[float] = ..., steps_per_draft_limit: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., num_draft_steps: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., speculation_advice: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    external_queried_tokens: int
+    external_loaded_tokens: int
+    num_failed_loads: int
+    num_unsaved_blocks: int
+    num_held_blocks: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., draft_acceptance_rate: _Optional[float] = ..., steps_per_draft_limit: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., num_draft_steps: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., speculation_advice: _Optional[_Mapping[str, str]] = ..., external_queried_tokens: _Optional[int] = ..., external_loaded_tokens: _Optional[int] = ..., num_failed_loads: _Optional[int] = ..., num_unsaved_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ...) -> None: ...
