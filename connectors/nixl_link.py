@@ -17,6 +17,9 @@ from connectors.waiting import Stopped, Waiting
 
 logger = logging.getLogger(__name__)
 
+MAX_UNSAFE = 3
+"""Sessions with a node whose memory can not be given back."""
+
 
 class NixlLink(PeerLink):
     """The node is greeted with the first load, and again after a read has failed."""
@@ -45,7 +48,8 @@ class NixlLink(PeerLink):
         self._blocks = blocks
         self._num_threads = num_threads
         self._staging_nbytes = staging_nbytes
-        self._session: NixlSession | None = None  # the agent's thread's
+        self._session: NixlSession | None = None  # the agent's thread's, as is the next one
+        self._num_unsafe = 0
 
     def fetch(self, loading: Loading) -> None:
         """See PeerLink."""
@@ -71,7 +75,10 @@ class NixlLink(PeerLink):
             self._session.close(nixl)
             if not self._session.is_closed:
                 raise NixlFailed("other reads from this node have not ended yet")
+            self._num_unsafe += self._session.is_unsafe
             self._session = None
+        if self._num_unsafe > MAX_UNSAFE:
+            raise NixlFailed("reads from this node have failed too often in ways that cost memory; it is left alone")
         if self._session is None:
             self._session = NixlSession(
                 self._agent,

@@ -19,7 +19,8 @@ class NixlSession:
 
     Attributes:
         theirs: the node. groups: places of the groups that are exchanged, here and there.
-        is_broken: it is to be closed. is_closed: the other agent is forgotten, and may be made known anew.
+        is_broken: it is to be closed. is_unsafe: whether bytes still come to its memory is not known, so that lives as
+            long as the agent. is_closed: the other agent is forgotten, and may be made known anew.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class NixlSession:
         self._is_on_device = blocks.place.is_on_device or greeting.place.is_on_device
         self.is_broken = False
         self._reads: set[Future[None]] = set()
+        self.is_unsafe = False
         self.is_closed = False
         self._closed_by: Any = None
         widths = [greeting.layout.groups[there].block_nbytes for _, there in self.groups]
@@ -76,8 +78,9 @@ class NixlSession:
     def _read_ended(self, reading: "Future[None]") -> None:
         error = reading.exception()
         self.is_broken = self.is_broken or error is not None
-        if error is not None and not isinstance(error, PeerLost):
-            self._agent.keep(self.staging.memory)  # whether bytes may still come is not known
+        if error is not None and not isinstance(error, PeerLost) and not self.is_unsafe:
+            self.is_unsafe = True
+            self._agent.keep(self.staging.memory)
         self._reads.discard(reading)
         self._free_if_unused()
 

@@ -15,7 +15,8 @@ from google.protobuf.message import Message
 from connectors import nixl_peer
 from connectors.base import ConnectorContext, KVCaches, KVGroup
 from connectors.nixl import NixlConfig
-from connectors.nixl_agent import NixlAgent, NixlFailed
+from connectors.nixl_agent import NixlAgent, NixlFailed, PeerLost
+from connectors.nixl_link import MAX_UNSAFE
 from connectors.nixl_peer import NixlPeer
 from connectors.peer_leases import LEASE_NBYTES
 from protos.outrider.v1 import block_exchange_pb2 as pb
@@ -180,22 +181,39 @@ def test_a_block_that_the_node_does_not_have(reader: KVNode, holder: KVNode) -> 
         assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == {1, 2}
 
 
-def test_after_a_read_has_failed_the_node_is_greeted_again(reader: KVNode, holder: KVNode) -> None:
+@contextmanager
+def failing_reads(error: NixlFailed) -> Iterator[None]:
+    """Every read fails once it has begun."""
     follow = NixlAgent._follow
 
     def fail(self: NixlAgent, nixl: object, read: Any, _: object) -> None:
         def broken(_: object) -> str:
-            raise NixlFailed("something is wrong with the network")
+            raise error
 
         follow(self, nixl, read, broken)
 
     with patch.object(NixlAgent, "_follow", fail):
+        yield
+
+
+@pytest.mark.parametrize("error", [NixlFailed("odd"), PeerLost("gone")])
+def test_after_a_read_has_failed_the_node_is_greeted_again(reader: KVNode, holder: KVNode, error: NixlFailed) -> None:
+    with failing_reads(error):
         assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == {1, 2}
     with patch.object(NixlPeer, "greet", autospec=True, side_effect=NixlPeer.greet) as greeted:
         for _ in range(2):
             assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == frozenset()
     assert greeted.call_count == 1
     assert torch.equal(reader.blocks[1:3], holder.blocks[3:5])
+
+
+def test_a_node_that_costs_memory_is_left_alone(reader: KVNode, holder: KVNode) -> None:
+    with patch.object(NixlAgent, "keep", autospec=True, side_effect=NixlAgent.keep) as kept:
+        with failing_reads(NixlFailed("odd")):
+            for _ in range(MAX_UNSAFE + 5):
+                assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == {1, 2}
+        assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == {1, 2}
+    assert kept.call_count == MAX_UNSAFE + 1
 
 
 def test_devices_that_there_are_not(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
