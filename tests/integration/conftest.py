@@ -1,8 +1,12 @@
 """What integration tests share."""
 
+from collections.abc import Iterator
+from importlib.util import find_spec
+
 import pytest
 
 from server.tokenizer import Tokenizer
+from tests.fakes.lmcache_process import LMCacheProcess
 from tests.fakes.tokenizers import tiny_tokenizer
 
 
@@ -10,3 +14,20 @@ from tests.fakes.tokenizers import tiny_tokenizer
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """The tiny model's tokenizer."""
     return tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def lmcache_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheProcess]:
+    """A server for all tests, as it takes seconds to start."""
+    if find_spec("lmcache") is None:
+        pytest.skip("lmcache is not installed")
+    process = LMCacheProcess(tmp_path_factory.mktemp("lmcache") / "log")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def lmcache_server(lmcache_process: LMCacheProcess) -> LMCacheProcess:
+    """The server, empty."""
+    lmcache_process.clear()
+    return lmcache_process

@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,15 +35,17 @@ class Case:
     """A connector as it is configured.
 
     Attributes:
-        choice: FOLDER stands for one that all nodes share.
+        choice: FOLDER stands for one that all nodes share, PORT for that of an LMCache server.
         is_of_one_node: what one node saves, others do not find.
         has_files: its blocks are files in the folder.
+        has_server: its blocks are in an LMCache server.
         finds: whether anything is ever found.
     """
 
     choice: dict[str, Any]
     is_of_one_node: bool = False
     has_files: bool = False
+    has_server: bool = False
     finds: bool = True
 
 
@@ -55,6 +57,7 @@ CASES = {
     "filesystem": Case(FILES, has_files=True),
     "fault": Case(_store("fault", store=FILES, max_delay_seconds=0.01), has_files=True),
     "out-of-tree": Case(OUT_OF_TREE, has_files=True),
+    "lmcache": Case(_store("lmcache", port="PORT"), has_server=True),
     "multi": Case(_store("multi", connectors=[_store("null"), MEMORY, FILES])),
     "multi-of-files": Case(_store("multi", connectors=[OUT_OF_TREE, FILES]), has_files=True),
 }
@@ -71,13 +74,14 @@ def case(request: pytest.FixtureRequest) -> Case:
 class Nodes:
     """Nodes that share a folder; they end with the test."""
 
-    def __init__(self, case: Case, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, case: Case, folder: Path, port: int | None, stack: ExitStack) -> None:
         self.case = case
         self.folder = folder
+        self._port = port
         self._stack = stack
 
     def start(self, fingerprint: str = FINGERPRINT, **settings: Any) -> ConnectorUnderTest:
-        choice = _in_folder({**self.case.choice, **settings}, str(self.folder))
+        choice = _in_places({**self.case.choice, **settings}, {"FOLDER": str(self.folder), "PORT": self._port})
         return self._stack.enter_context(connector_under_test(choice, fingerprint))
 
     def start_both(self) -> tuple[ConnectorUnderTest, ConnectorUnderTest]:
@@ -91,18 +95,19 @@ class Nodes:
             pytest.skip("not of this connector")
 
 
-def _in_folder(value: Any, folder: str) -> Any:
+def _in_places(value: Any, places: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
-        return {name: _in_folder(item, folder) for name, item in value.items()}
+        return {name: _in_places(item, places) for name, item in value.items()}
     if isinstance(value, list):
-        return [_in_folder(item, folder) for item in value]
-    return folder if value == "FOLDER" else value
+        return [_in_places(item, places) for item in value]
+    return places.get(value, value) if isinstance(value, str) else value
 
 
 @pytest.fixture
-def nodes(case: Case, tmp_path: Path) -> Iterator[Nodes]:
+def nodes(case: Case, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    port = request.getfixturevalue("lmcache_server").port if case.has_server else None
     with ExitStack() as stack:
-        yield Nodes(case, tmp_path, stack)
+        yield Nodes(case, tmp_path, port, stack)
 
 
 def hand_on(node: ConnectorUnderTest) -> KVHandle | None:
