@@ -27,6 +27,7 @@ from server.errors import OutriderError
 from server.preprocess import TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 from server.speculation_state import SpeculationChange
+from tests.fakes.eventually import eventually
 
 _Result = TypeVar("_Result")
 IS_EAGER = "OUTRIDER_TEST_EAGER" in os.environ
@@ -128,6 +129,23 @@ class EngineUnderTest:
     def statistics(self) -> EngineStatistics:
         """The engine's counters."""
         return self.core.engine.statistics()
+
+    def settle(self) -> None:
+        """Wait until nobody but the cache has any block, without giving the engine anything to do."""
+        self._run(eventually(self._is_quiet))
+        self.core.scheduler.check_integrity()
+
+    def _is_quiet(self) -> bool:
+        found = self.statistics()
+        return found.kv_blocks_free == found.kv_blocks_total and not found.num_held_blocks
+
+    def abort(self, request_id: str) -> None:
+        """End a request, if it is live."""
+
+        async def abort() -> None:
+            self.core.engine.abort(request_id)
+
+        self._run(abort())
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, num_drafts: int | None) -> Request:
         self._next_id += 1
