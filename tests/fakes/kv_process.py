@@ -1,78 +1,96 @@
-"""A node with KV blocks in a process of its own.
+"""A node with KV blocks in a process of its own, so that it can be killed and stopped."""
 
-    python -m tests.fakes.kv_process SETTINGS
-
-reads a line for each prompt to hand on, the numbers of its blocks, and writes the handle; "released N" waits for N
-leases to end. SETTINGS are the arguments of KVNode as JSON.
-"""
-
-import dataclasses
-import json
+import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
 
 from server.kv_handle import KVHandle
-from tests.fakes.kv_node import Ended, KVNode
+from tests.fakes.kv_node import KVNode
+
+ANSWER_TIMEOUT_S = 60.0
 
 
-class KVProcess:
-    """The process, from outside."""
-
-    def __init__(self, **settings: object) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.fakes.kv_process", json.dumps(settings)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def _ask(self, line: str) -> str:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        assert answer, "the process has ended"
-        return answer
-
-    def hand_on(self, *block_ids: int) -> KVHandle:
-        """Hold these blocks for another node."""
-        fields = json.loads(self._ask(" ".join(map(str, block_ids))))
-        return KVHandle(**{**fields, "block_ids": tuple(fields["block_ids"])})
-
-    def wait_for_releases(self, count: int) -> None:
-        """Return once so many leases have ended. Raises: AssertionError if they do not."""
-        assert self._ask(f"released {count}") == "yes\n"
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        """End it, whatever it does."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def _has_released(count: int, ended: Ended) -> bool:
-    return len(ended.released) == count
-
-
-def main() -> None:
-    """Do what is asked for until nothing is any more."""
-    node = KVNode(**json.loads(sys.argv[1]))
-    node.fill()
-    for line in sys.stdin:
-        words = line.split()
-        if words[0] == "released":
-            node.wait_for(partial(_has_released, int(words[1])))
-            print("yes", flush=True)
+def _serve(orders: Connection, settings: dict[str, Any], seed: int) -> None:
+    """Hand on what is asked for; between orders, do what an engine does between steps."""
+    torch.set_num_threads(1)
+    node = KVNode(**settings)
+    node.fill(seed)
+    orders.send(None)
+    while (order := orders.recv()) is not None:
+        name, arguments = order
+        if name == "hand_on":
+            orders.send(node.hand_on(*arguments))
+        elif name == "cancel":
+            node.scheduler.cancel(max(node.sequences.values()))
+            node.step()
+            orders.send(None)
+        elif name == "hold":
+            assert node.matched(node.request(2, source=arguments[0])) == 2
+            node.step()
+            orders.send(None)
         else:
-            print(json.dumps(dataclasses.asdict(node.hand_on(*map(int, words)))), flush=True)
+            node.wait_for_release(*arguments)
+            orders.send(None)
     node.close()
 
 
-if __name__ == "__main__":
-    main()
+class KVProcess:
+    """That process."""
+
+    def __init__(self, *, seed: int = 0, **settings: Any) -> None:
+        """Args: seed: of its blocks, see `KVNode.fill`. settings: of KVNode. Raises: EOFError if it does not start."""
+        forkserver = multiprocessing.get_context("forkserver")
+        forkserver.set_forkserver_preload([__name__])  # imports torch once for all of them
+        self._orders, theirs = forkserver.Pipe()
+        self._process = forkserver.Process(target=_serve, args=(theirs, settings, seed), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._answer()
+
+    def _answer(self) -> Any:
+        if not self._orders.poll(ANSWER_TIMEOUT_S):
+            raise TimeoutError("the process does not answer")
+        return self._orders.recv()
+
+    def hand_on(self, *block_ids: int) -> KVHandle:
+        """See KVNode."""
+        self._orders.send(("hand_on", block_ids))
+        handle = self._answer()
+        assert isinstance(handle, KVHandle)
+        return handle
+
+    def hold(self, handle: KVHandle) -> None:
+        """Tell its node that a load of these two blocks is to come; none does."""
+        self._orders.send(("hold", (handle,)))
+        self._answer()
+
+    def cancel(self) -> None:
+        """Nobody is to get what was handed on last."""
+        self._orders.send(("cancel", ()))
+        self._answer()
+
+    def wait_for_release(self, handle: KVHandle) -> None:
+        """See KVNode."""
+        self._orders.send(("wait_for_release", (handle,)))
+        self._answer()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        """End it, in whatever state it is."""
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+            self.signal(signal.SIGCONT)
+            self._orders.send(None)
+        self._process.join(10.0)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        self._orders.close()

@@ -40,9 +40,12 @@ class Relay:
         with contextlib.suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                far = socket.socket()
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # so that little is on its way
                 try:
-                    far = socket.create_connection(self._target)
+                    far.connect(self._target)
                 except OSError:
+                    far.close()
                     near.close()
                     continue
                 self._sockets += [near, far]

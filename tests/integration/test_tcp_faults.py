@@ -72,7 +72,7 @@ def test_between_two_processes(producer: KVProcess, consumer: KVNode) -> None:
     expected = KVNode(num_blocks=NUM_BLOCKS, width=WIDTH)
     assert torch.equal(consumer.blocks, expected.fill())
     expected.close()
-    producer.wait_for_releases(1)
+    producer.wait_for_release(handle)
 
 
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
