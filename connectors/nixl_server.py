@@ -19,7 +19,7 @@ NUM_THREADS = 4
 MAX_CALLS = 64
 """At a time; more are refused at once."""
 GRACE_S = 0.2
-"""For calls to end by themselves."""
+"""For calls to end by themselves, and for gRPC to end in any case."""
 _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.max_send_message_length", 64 << 20))  # two nodes never share a port
 
 
@@ -149,5 +149,5 @@ class NixlServer:
 
     def close(self, timeout_s: float) -> None:
         """Close the port and end all calls; may be called twice."""
-        self._server.stop(min(GRACE_S, timeout_s)).wait(timeout_s)
+        self._server.stop(min(GRACE_S, timeout_s)).wait(max(GRACE_S, timeout_s))
         self._threads.shutdown()
