@@ -26,7 +26,7 @@ def _serve(orders: Connection, settings: dict[str, Any], seed: int) -> None:
         if name == "hand_on":
             orders.send(node.hand_on(*arguments))
         elif name == "cancel":
-            node.scheduler.cancel(max(node.sequences.values()))
+            node.scheduler.cancel(node.sequences[arguments[0].lease_id])
             node.step()
             orders.send(None)
         elif name == "hold":
@@ -69,9 +69,9 @@ class KVProcess:
         self._orders.send(("hold", (handle,)))
         self._answer()
 
-    def cancel(self) -> None:
-        """Nobody is to get what was handed on last."""
-        self._orders.send(("cancel", ()))
+    def cancel(self, handle: KVHandle) -> None:
+        """Nobody is to get what was handed on."""
+        self._orders.send(("cancel", (handle,)))
         self._answer()
 
     def wait_for_release(self, handle: KVHandle) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from connectors.nixl_blocks import NixlBlocks
 from connectors.nixl_sums import word_sums
-from tests.fakes.forked_kv_node import ForkedKVNode
 from tests.fakes.kv_node import KVNode
+from tests.fakes.kv_process import KVProcess
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +33,9 @@ def reader_on(stack: ExitStack, device: str, block_size: int = 4) -> KVNode:
 
 
 @pytest.fixture(scope="module", params=["cuda", "cpu"])
-def holder(request: pytest.FixtureRequest) -> Iterator[ForkedKVNode]:
+def holder(request: pytest.FixtureRequest) -> Iterator[KVProcess]:
     """A process with blocks."""
-    made = ForkedKVNode(seed=3, connector="nixl", engine_id="holder", draft="d", device=request.param)
+    made = KVProcess(seed=3, connector="nixl", engine_id="holder", draft="d", device=request.param)
     yield made
     made.close()
 
@@ -50,7 +50,7 @@ def content(stack: ExitStack) -> KVNode:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_between_kinds_of_memory(stack: ExitStack, holder: ForkedKVNode, content: KVNode, device: str) -> None:
+def test_between_kinds_of_memory(stack: ExitStack, holder: KVProcess, content: KVNode, device: str) -> None:
     reader = reader_on(stack, device)
     for first in range(1, 6):
         handle = holder.hand_on(first, 9, first + 1)
@@ -61,7 +61,7 @@ def test_between_kinds_of_memory(stack: ExitStack, holder: ForkedKVNode, content
         holder.wait_for_release(handle)
 
 
-def test_blocks_of_another_size(stack: ExitStack, holder: ForkedKVNode, content: KVNode) -> None:
+def test_blocks_of_another_size(stack: ExitStack, holder: KVProcess, content: KVNode) -> None:
     reader = reader_on(stack, "cuda", block_size=6)
     request = reader.request(2, source=holder.hand_on(5, 2, 7))
     assert reader.matched(request) == 2
@@ -71,7 +71,7 @@ def test_blocks_of_another_size(stack: ExitStack, holder: ForkedKVNode, content:
     assert torch.equal(torch.cat(list(reader.blocks[[1, 2]].cpu()), dim=2), expected)
 
 
-def test_a_block_that_has_changed_on_its_way(stack: ExitStack, holder: ForkedKVNode) -> None:
+def test_a_block_that_has_changed_on_its_way(stack: ExitStack, holder: KVProcess) -> None:
     reader = reader_on(stack, "cuda")
     own_sums = NixlBlocks.own_sums
 
@@ -84,7 +84,7 @@ def test_a_block_that_has_changed_on_its_way(stack: ExitStack, holder: ForkedKVN
     assert not reader.blocks[2].any()
 
 
-def test_blocks_are_written_behind_what_is_queued(stack: ExitStack, holder: ForkedKVNode, content: KVNode) -> None:
+def test_blocks_are_written_behind_what_is_queued(stack: ExitStack, holder: KVProcess, content: KVNode) -> None:
     reader = reader_on(stack, "cuda")
     handle = holder.hand_on(4, 5)
     torch.cuda._sleep(200_000_000)

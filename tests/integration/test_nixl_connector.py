@@ -19,8 +19,8 @@ from connectors.nixl_blocks import NixlBlocks
 from connectors.nixl_session import NixlSession
 from connectors.peer_leases import LeaseTable
 from server.errors import ConfigError
-from tests.fakes.forked_kv_node import ForkedKVNode
 from tests.fakes.kv_node import KVNode, threads_of_connectors
+from tests.fakes.kv_process import KVProcess
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -46,9 +46,9 @@ def node(stack: ExitStack, **settings: Any) -> KVNode:
     return made
 
 
-def process(stack: ExitStack, **settings: Any) -> ForkedKVNode:
+def process(stack: ExitStack, **settings: Any) -> KVProcess:
     """A process until the end of the test."""
-    made = ForkedKVNode(**{**TCP, "engine_id": "holder", **settings})
+    made = KVProcess(**{**TCP, "engine_id": "holder", **settings})
     stack.callback(made.close)
     return made
 
@@ -70,14 +70,14 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def big() -> Iterator[ForkedKVNode]:
+def big() -> Iterator[KVProcess]:
     """A process with blocks that take a while."""
     with ExitStack() as stack:
         yield process(stack, **SLOW)
 
 
 @pytest.fixture(scope="module")
-def holder() -> Iterator[ForkedKVNode]:
+def holder() -> Iterator[KVProcess]:
     """A process that nothing is done to."""
     with ExitStack() as stack:
         yield process(stack, seed=3, draft="d")
@@ -91,7 +91,7 @@ def content(seed: int, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return made.blocks, made.drafts
 
 
-def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, draft="d")
     blocks, drafts = content(3, draft="d")
     for first in range(1, 11):
@@ -103,7 +103,7 @@ def test_blocks_come_from_the_memory_of_another_process(nodes: ExitStack, holder
         holder.wait_for_release(handle)
 
 
-def test_with_the_checksum_of_devices(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_with_the_checksum_of_devices(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, draft="d")
     blocks, _ = content(3, draft="d")
     own_sums = NixlBlocks.own_sums
@@ -120,7 +120,7 @@ def test_with_the_checksum_of_devices(nodes: ExitStack, holder: ForkedKVNode) ->
 
 
 @pytest.mark.parametrize("transports", ["tcp", "all"])
-def test_many_loads_at_a_time(nodes: ExitStack, holder: ForkedKVNode, transports: str) -> None:
+def test_many_loads_at_a_time(nodes: ExitStack, holder: KVProcess, transports: str) -> None:
     reader = node(nodes, num_blocks=81, transports=transports)
     blocks, _ = content(3, draft="d")
     handles = [holder.hand_on(1 + index % 7, 8 + index % 7) for index in range(40)]
@@ -134,7 +134,7 @@ def test_many_loads_at_a_time(nodes: ExitStack, holder: ForkedKVNode, transports
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8, 24])
-def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: ForkedKVNode, size: int) -> None:
+def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: KVProcess, size: int) -> None:
     reader = node(nodes, block_size=size, num_blocks=26, staging_bytes=1 << 16)
     tokens = torch.cat(list(content(3, draft="d")[0][[9, 1, 5, 2, 11, 3]]), dim=2)
     count = 24 // size
@@ -149,7 +149,7 @@ def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: ForkedKVN
     holder.wait_for_release(handle)
 
 
-def test_a_draft_that_the_other_node_does_not_have_is_left_out(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_a_draft_that_the_other_node_does_not_have_is_left_out(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, draft="another")
     blocks, _ = content(3, draft="d")
     assert reader.wait_for_load(reader.begin(holder.hand_on(4, 5), 1, 2)) == frozenset()
@@ -169,7 +169,7 @@ def test_drafts_of_some_blocks_only(nodes: ExitStack) -> None:
     assert not reader.drafts[2].any()
 
 
-def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, draft="d")
     blocks, drafts = content(3, draft="d")
     own_sums = NixlBlocks.own_sums
@@ -189,7 +189,7 @@ def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: Fo
     assert torch.equal(reader.drafts[1], drafts[4])
 
 
-def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, fingerprint="b2")
     handle = holder.hand_on(1, 2)
     assert reader.matched(reader.request(2, source=handle)) == 0
@@ -199,7 +199,7 @@ def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, ho
     assert torch.equal(reader.blocks, before)
 
 
-def test_a_lease_that_was_ended_is_not_read_from(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_a_lease_that_was_ended_is_not_read_from(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes)
     handle = holder.hand_on(1, 2)
     holder.cancel(handle)
@@ -229,7 +229,7 @@ def test_a_lease_that_ends_while_it_is_read_from_spoils_what_was_read(nodes: Exi
 
 
 @pytest.mark.parametrize("num_come", [0, 2, 30])
-def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big: ForkedKVNode, num_come: int) -> None:
+def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big: KVProcess, num_come: int) -> None:
     reader = node(nodes, **SLOW)
     handle = big.hand_on(*EVERYTHING)
     load = reader.begin(handle, *EVERYTHING)
@@ -264,9 +264,7 @@ def test_a_node_that_is_killed_while_it_is_read_from(nodes: ExitStack) -> None:
     assert torch.equal(reader.blocks[1:3], content(1, **SLOW)[0][8:10])
 
 
-def test_a_node_that_is_stopped_while_it_is_read_from(
-    nodes: ExitStack, big: ForkedKVNode, holder: ForkedKVNode
-) -> None:
+def test_a_node_that_is_stopped_while_it_is_read_from(nodes: ExitStack, big: KVProcess, holder: KVProcess) -> None:
     reader = node(nodes, **SLOW, transfer_timeout_seconds=0.7)
     load = reader.begin(big.hand_on(*EVERYTHING), *EVERYTHING)
     wait_until(lambda: bool(reader.blocks[1].any()))
@@ -297,7 +295,7 @@ def test_a_lease_that_nobody_reads_ends(nodes: ExitStack) -> None:
     holder.wait_for_release(holder.hand_on(1), 2.0)
 
 
-def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: ForkedKVNode) -> None:
+def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, allowed_peers=["10.0.0.0/8"])
     assert reader.matched(reader.request(1, source=holder.hand_on(1))) == 0
 
