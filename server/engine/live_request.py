@@ -14,7 +14,7 @@ from server.engine.protocol import (
 from server.engine.speculation_log import SpeculationLog
 from server.engine.stream import Mailbox
 from server.errors import InvalidRequest, OutriderError
-from server.kv_handle import ChoiceState
+from server.kv_handle import ChoiceState, KVHandle
 from server.request import Request
 from server.scheduler.outputs import SequenceOutput
 
@@ -71,10 +71,14 @@ class Choice:
         self._speculation.add(output.num_drafted, output.num_accepted, output.step_time)
 
     def finished(
-        self, reason: FinishReason, stop_reason: int | str | None, now: float, output: SequenceOutput | None = None
+        self,
+        reason: FinishReason,
+        stop_reason: int | str | None,
+        now: float,
+        state: ChoiceState | None = None,
+        source: KVHandle | None = None,
     ) -> Finished:
-        """The closing event. Args: output: the choice's last, if it ends by itself."""
-        state = None if output is None else output.handed_on
+        """The closing event. Args: state, source: of a choice that is handed on."""
         return Finished(
             index=self.index,
             finish_reason=reason,
@@ -85,7 +89,7 @@ class Choice:
             timing=self._timing(now),
             speculation=self._speculation.stats(),
             handed_on=None if state is None else self.text.handed_on(state),
-            source=None if output is None else output.source,
+            source=None if state is None else source,
         )
 
     def _timing(self, now: float) -> Timing:
@@ -120,6 +124,7 @@ class LiveRequest:
         self.is_started = False
         self.request: Request | None = None
         self._choices: list[Choice] = []
+        self._source: KVHandle | None = None  # comes with one choice, which a stop string may have ended
         self._num_open = 0
 
     @property
@@ -149,6 +154,7 @@ class LiveRequest:
         Returns: whether a stop string has ended the choice before the scheduler knows; what that still sends for it
             is dropped.
         """
+        self._source = output.source or self._source
         choice = self._choices[output.choice]
         if choice.is_finished:
             return False
@@ -162,7 +168,7 @@ class LiveRequest:
             self.mailbox.put_piece(choice.index, piece)
         if end is None:
             return False
-        self._finish(choice, *end, now=output.settled_s, output=output)
+        self._finish(choice, *end, now=output.settled_s, state=output.handed_on)
         return output.finish_reason is None
 
     def _start(self, output: SequenceOutput) -> None:
@@ -206,10 +212,10 @@ class LiveRequest:
         reason: FinishReason,
         stop_reason: int | str | None,
         now: float,
-        output: SequenceOutput | None = None,
+        state: ChoiceState | None = None,
     ) -> None:
         self._close(choice)
-        self.mailbox.put_finished(choice.finished(reason, stop_reason, now, output))
+        self.mailbox.put_finished(choice.finished(reason, stop_reason, now, state, self._source))
 
     def _close(self, choice: Choice) -> None:
         choice.is_finished = True

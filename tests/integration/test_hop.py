@@ -221,3 +221,17 @@ async def test_leases_that_nobody_wants_end_at_once(folder: Path, tmp_path: Path
         assert stats.kv_blocks_free < stats.kv_blocks_total
         assert await nodes.prefill.client.abort("mine") == {"mine": False}
         await nodes.settle()
+
+
+async def test_a_choice_that_a_stop_string_ends_does_not_take_the_handle_along(folder: Path, tmp_path: Path) -> None:
+    async with running_nodes(folder, kv_transfer=connector("tcp", tmp_path)) as nodes:
+        for seed in range(20):
+            sampling: dict[str, Any] = {"seed": seed, "temperature": 1.5, "n": 2}
+            output = await nodes.alone.client.generate(token_ids=PROMPT, max_tokens=1, **sampling)
+            first, second = (choice.text for choice in output.choices)
+            if first and first not in second:
+                break
+        output = await nodes.client.generate(token_ids=PROMPT, max_tokens=3, stop=[first], **sampling)
+        assert output.choices[0].finished.stop_reason == first
+        assert (await nodes.decode.client.stats()).prefix_hit_tokens == len(PROMPT) // 16 * 16
+        await nodes.settle()
