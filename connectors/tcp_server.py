@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from connectors.peer_address import PeerAddress
 from connectors.peer_leases import LeaseTable
+from connectors.peer_sweeper import LEAST_S
 from connectors.rare_log import RareLog
 from connectors.tcp_blocks import LocalBlocks
 from connectors.tcp_connection import Connection
@@ -97,7 +98,7 @@ class TcpServer:
 
     def close(self, timeout_s: float) -> None:
         """Close the port and all connections, and end their threads; may be called twice."""
-        until_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + max(timeout_s, LEAST_S)
         with self._lock:
             self._is_closed = True
             connections = dict(self._connections)

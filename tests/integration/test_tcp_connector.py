@@ -250,7 +250,7 @@ def test_a_load_that_stalls_ends_in_time_and_keeps_what_came(node: Node, relay: 
 
 
 def test_cancelling_at_any_point_leaves_nothing_behind(node: Node, relay: Callable[..., Relay]) -> None:
-    producer, consumer = node(num_blocks=8, width=LARGE), node(num_blocks=8, width=LARGE)
+    producer, consumer = node(num_blocks=8, width=LARGE // 8), node(num_blocks=8, width=LARGE // 8)
     producer.fill()
     chance = random.Random(0)
     total = producer.blocks[:4].nbytes
