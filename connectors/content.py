@@ -26,10 +26,10 @@ from server.kv_handle import KVHandle
 
 logger = logging.getLogger(__name__)
 
-LOOKUP_TIMEOUT_S = 2.0
-"""How long a sequence waits to be told what the store has."""
+STORE_TIMEOUT_S = 2.0
+"""How long the store may take to say what it has, and to load a block."""
 PAUSE_S = 5.0
-"""After a lookup that was not answered in time, the store is left alone for so long."""
+"""A store that took longer is left alone for so long."""
 NUM_THREADS = 4
 
 
@@ -40,8 +40,29 @@ def namespace(group: KVGroup, block_size: int) -> str:
 
 def content_connector(store: BlockStore, context: ConnectorContext) -> Connector:
     """Both halves on a store, which is closed with them."""
-    asking = Threads("outrider-kv-find", 1)
-    return Connector(ContentScheduler(store, context, asking), ContentWorker(store, context, asking))
+    asking, patience = Threads("outrider-kv-find", 1), Patience(context)
+    return Connector(
+        ContentScheduler(store, context, asking, patience), ContentWorker(store, context, asking, patience)
+    )
+
+
+class Patience:
+    """Whether the store is left alone for a while, as it hangs; on the step thread."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        self._context = context
+        self._paused_until_s = -1.0
+
+    @property
+    def is_at_an_end(self) -> bool:
+        """Whether it is."""
+        return self._context.clock() < self._paused_until_s
+
+    def lose(self) -> None:
+        """Leave it alone from now on."""
+        if not self.is_at_an_end:
+            logger.warning("the %s store hangs; it is left alone for %g s", self._context.name, PAUSE_S)
+            self._paused_until_s = self._context.clock() + PAUSE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +86,24 @@ class _Lookup:
 
 @dataclass(slots=True)
 class _Loading:
-    """A load that waits for a thread, or has one."""
+    """A load that waits for a thread, or has one. Attributes: since_s: when its current block was begun."""
 
     order: BlockLoad
+    since_s: float
     is_wanted: bool = True
 
 
 class ContentScheduler(ConnectorScheduler[ContentMetadata]):
     """Asks the store on a thread of its own, and orders what it was told of."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads) -> None:
-        """Args: asking: that wait for the store's answers; the worker half ends them."""
+    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience) -> None:
+        """Args: asking: that wait for the store's answers; the worker half ends them. patience: of both halves."""
         self._store = store
         self._context = context
         self._namespace = f"{context.fingerprint}-target-{context.block_size}"
         self._asking = asking
         self._lookups: dict[int, _Lookup] = {}
-        self._paused_until_s = -1.0
+        self._patience = patience
         self._loads: list[BlockLoad] = []
         self._saves: list[BlockSave] = []
         self._cancelled: list[int] = []
@@ -94,19 +116,19 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         lookup = self._lookups.get(request.seq_id)
         if lookup is None or lookup.first_block > first_block:  # blocks that were here are not any more
             self._forget(request.seq_id)
-            if not self._context.is_consumer or first_block >= len(request.hashes) or now < self._paused_until_s:
+            is_of_use = self._context.is_consumer and first_block < len(request.hashes)
+            if not is_of_use or self._patience.is_at_an_end:
                 return 0
-            lookup = self._lookups[request.seq_id] = _Lookup(first_block, now + LOOKUP_TIMEOUT_S)
+            lookup = self._lookups[request.seq_id] = _Lookup(first_block, now + STORE_TIMEOUT_S)
             self._asking.submit(partial(self._ask, lookup, list(request.hashes[first_block:])))
             return None
         if lookup.num_found is not None:
             del self._lookups[request.seq_id]
             return max(0, lookup.first_block + lookup.num_found - first_block) * block_size
-        if now >= self._paused_until_s:
-            if now < lookup.until_s:
-                return None
-            logger.warning("the %s store does not answer; it is left alone for %g s", self._context.name, PAUSE_S)
-            self._paused_until_s = now + PAUSE_S
+        if now >= lookup.until_s:
+            self._patience.lose()
+        elif not self._patience.is_at_an_end:
+            return None
         self._forget(request.seq_id)
         return 0
 
@@ -172,11 +194,12 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
 class ContentWorker(ConnectorWorker[ContentMetadata]):
     """Loads and saves on threads of its own, straight from and to the blocks where these are in host memory."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads) -> None:
-        """Args: asking: those of the scheduler half."""
+    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience) -> None:
+        """Args: asking, patience: those of the scheduler half."""
         self._store = store
         self._context = context
         self._asking = asking
+        self._patience = patience
         self._is_closed = False
         self._threads = Threads("outrider-kv", NUM_THREADS)
         self._groups: list[tuple[str, KVGroup, HostBlocks]] = []
@@ -199,7 +222,7 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         for _, _, blocks in self._groups:
             blocks.mark()
         for load in metadata.loads:
-            self._queued[load.seq_id] = _Loading(load)
+            self._queued[load.seq_id] = _Loading(load, self._context.clock())
             self._threads.submit(partial(self._load, load.seq_id))
         for save in metadata.saves:
             self._threads.submit(partial(self._save, save))
@@ -207,7 +230,12 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
             self._cancel(seq_id)
 
     def get_finished(self) -> Finished:
-        """What the threads have ended."""
+        """What the threads have ended; loads that wait for one end too if the store hangs."""
+        overdue_s = self._context.clock() - STORE_TIMEOUT_S
+        if any(loading.since_s <= overdue_s for loading in list(self._moving.values())):
+            self._patience.lose()
+            for seq_id in list(self._queued):
+                self._cancel(seq_id)
         finished, self._errors = Finished(), frozenset()
         for _ in range(len(self._ended)):
             ended, bad_blocks = self._ended.popleft()
@@ -242,6 +270,7 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         loading = self._queued.pop(seq_id, None)  # by one thread only, the step thread's `_cancel` included
         if loading is None:
             return
+        loading.since_s = self._context.clock()
         self._moving[seq_id] = loading
         load = loading.order
         num_good, complete = 0, []
@@ -249,6 +278,7 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
             for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
                 if not loading.is_wanted:
                     break
+                loading.since_s = self._context.clock()
                 filled = [self._fill(index, block_id, block_hash) for index in range(len(self._groups))]
                 if not filled[0]:
                     break

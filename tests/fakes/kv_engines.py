@@ -28,7 +28,7 @@ def faulty(folder: Path, **faults: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def kv_engine(model: Path, kv_transfer_config: dict[str, Any] | None, **settings: object) -> Iterator[EngineUnderTest]:
+def kv_engine(model: Path, kv_transfer_config: dict[str, Any] | None, **settings: Any) -> Iterator[EngineUnderTest]:
     """A CPU engine with a connector, whose pool is as it was in the end, without anything else to do."""
     settings = {"kv_transfer_config": kv_transfer_config, "block_size": BLOCK_SIZE, **settings}
     with engine_on(model, "cpu", **settings) as engine:
@@ -36,7 +36,7 @@ def kv_engine(model: Path, kv_transfer_config: dict[str, Any] | None, **settings
         engine.settle()
 
 
-def fill(model: Path, kv_transfer_config: dict[str, Any], prompts: Sequence[Prompt], **settings: object) -> None:
+def fill(model: Path, kv_transfer_config: dict[str, Any], prompts: Sequence[Prompt], **settings: Any) -> None:
     """Have another engine compute prompts and save their blocks."""
     with kv_engine(model, kv_transfer_config, **settings) as engine:
         for outcome in engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0)):

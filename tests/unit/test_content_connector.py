@@ -11,9 +11,9 @@ import torch
 
 from connectors.base import BlockLoad, BlockSave, ConnectorContext, Finished, KVCaches, KVGroup, KVRequest
 from connectors.content import (
-    LOOKUP_TIMEOUT_S,
     NUM_THREADS,
     PAUSE_S,
+    STORE_TIMEOUT_S,
     ContentScheduler,
     ContentWorker,
     content_connector,
@@ -131,10 +131,10 @@ def test_a_store_that_hangs_is_waited_for_and_then_left_alone(node: Node, caplog
     assert node.store.begun.acquire(timeout=TIMEOUT_S)
     node.clock.now_s = 1.5
     assert node.ask(request(2)) is None
-    node.clock.now_s = LOOKUP_TIMEOUT_S - 0.01
+    node.clock.now_s = STORE_TIMEOUT_S - 0.01
     assert node.ask(request(1)) is None
     with caplog.at_level(logging.WARNING):
-        node.clock.now_s = LOOKUP_TIMEOUT_S
+        node.clock.now_s = STORE_TIMEOUT_S
         assert node.ask(request(1)) == 0
         assert node.ask(request(2)) == 0, "it waits no longer than who was there before it"
         assert node.ask(request(3)) == 0
@@ -198,6 +198,29 @@ def test_a_load_that_is_cancelled_before_its_turn_ends_at_once(node: Node) -> No
     node.store.loading.set()
     node.worker.shutdown(TIMEOUT_S)
     assert sorted(node.worker.get_finished().loaded) == list(range(NUM_THREADS)), "it ends once"
+
+
+def test_a_block_that_hangs_ends_the_loads_that_wait_for_a_thread(node: Node) -> None:
+    node.keep(range(3))
+    node.store.loading.clear()
+    for seq_id in range(NUM_THREADS):
+        node.load(seq_id, range(1 + seq_id, 2 + seq_id))
+        assert node.store.begun.acquire(timeout=TIMEOUT_S)
+    node.load(9, range(10, 13))
+    node.clock.now_s = STORE_TIMEOUT_S - 0.01
+    assert node.worker.get_finished() == Finished()
+    node.clock.now_s = STORE_TIMEOUT_S
+    assert node.worker.get_finished() == Finished(loaded=(9,))
+    assert node.worker.get_block_ids_with_load_errors() == {10, 11, 12}
+    assert node.ask(request(20)) == 0, "it is left alone"
+    node.store.loading.set()
+    for _ in range(1 + NUM_THREADS):
+        node.wait()
+    node.clock.now_s += PAUSE_S
+    assert sorted(node.worker.get_finished().loaded) == list(range(NUM_THREADS))
+    node.load(21, range(10, 13))
+    node.wait()
+    assert node.worker.get_finished().loaded == (21,)
 
 
 def test_a_load_that_is_cancelled_ends_behind_the_block_that_is_being_loaded(node: Node) -> None:
