@@ -9,6 +9,7 @@ What is known of the server (0.5.6), and why calls are as they are:
 - A call that fails there is not answered at all: everything has a time limit.
 - `lookup` locks what it finds for 300 s. Ending the session does not let go of it, `free_lookup_locks` does, and only
   while the session is there: its answer is waited for before the session is ended.
+- It tells retrievals that are under way from each other by instance and object only: of two at a time, one lock stays.
 - Calls of one session may be carried out at the same time, so each waits for the one before it.
 - Registrations end with the server, and after an hour of silence; then lookups are answered with nothing found. They
   are renewed by time.
@@ -66,6 +67,8 @@ class LMCacheLink:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._num_users = 0
+        self._being_read: set[tuple[str, bytes]] = set()
+        self._read_ended = threading.Condition()
         self._is_retired = False
         self._spaces: dict[str, _Space] = {}
         self._pool: LMCachePool | None = None
@@ -151,7 +154,7 @@ class LMCacheLink:
         Raises: LMCacheFailure.
         """
         key, space, deadline = self._key(namespace, block_hash), self._spaces[namespace], self._deadline()
-        with self._sessions([key]):
+        with self._only_reader(namespace, block_hash, deadline), self._sessions([key]):
             if not self._is_locked(key, deadline):
                 yield None
                 return
@@ -200,6 +203,22 @@ class LMCacheLink:
             for call in freed:
                 self._answer(call, deadline)
         return [bool(count) for count in counts]
+
+    @contextmanager
+    def _only_reader(self, namespace: str, block_hash: bytes, deadline: float) -> Iterator[None]:
+        """Nobody else of this connection reads the object within the context. Raises: LMCacheFailure."""
+        item = (namespace, block_hash)
+        with self._read_ended:
+            left_s = max(0.0, deadline - time.monotonic())
+            if not self._read_ended.wait_for(lambda: item not in self._being_read, left_s):
+                raise LMCacheFailure(f"it did not answer another thread within {self._timeout_s:g} s")
+            self._being_read.add(item)
+        try:
+            yield
+        finally:
+            with self._read_ended:
+                self._being_read.remove(item)
+                self._read_ended.notify_all()
 
     @contextmanager
     def _sessions(self, keys: Sequence[Any]) -> Iterator[None]:

@@ -26,8 +26,7 @@ class LMCachePool:
         match = _NAME.fullmatch(name)
         if match is None or nbytes <= 0:
             raise LMCacheFailure(
-                f"it shares no memory with this process ({name!r}); start it with --shm-name and "
-                "--supported-transfer-mode engine_driven, on this machine"
+                f"it shares no memory ({name!r}); start it with --shm-name and --no-l1-use-lazy, on this machine"
             )
         self._path = FOLDER / match[1]
         try:

@@ -52,7 +52,7 @@ class LMCacheProcess:
             "--supported-transfer-mode": "engine_driven",
             "--shm-name": self.pool.name,
         }
-        flags = [str(item) for pair in arguments.items() for item in pair]
+        flags = ["--no-l1-use-lazy", *(str(item) for pair in arguments.items() for item in pair)]
         environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "1"}
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from connectors.lmcache import LMCacheConfig
+from connectors.lmcache_failure import LMCacheFailure
 from connectors.lmcache_package import import_lmcache
+from connectors.lmcache_pool import LMCachePool
 from connectors.lmcache_server import LMCacheServer
 from connectors.lmcache_store import LMCacheStore
 from connectors.wire import MAGIC
@@ -269,7 +271,7 @@ def test_threads_share_a_connection(store: LMCacheStore, lmcache_server: LMCache
         return load(store, number % 5)
 
     with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(work, range(60))) == [content(number % 5) for number in range(60)]
+        assert list(pool.map(work, range(150))) == [content(number % 5) for number in range(150)]
     settle(lmcache_server)
 
 
@@ -304,3 +306,31 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "lmcache.v1.multiprocess.transport.factory", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'outrider\[lmcache\]'"):
         LMCacheConfig().open_store()
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes", "reason"),
+    [
+        ("", 0, "--shm-name"),
+        ("../../etc/passwd", 4096, "shares no memory"),
+        ("/lmcache_l1_pool_/../x", 4096, "shares no memory"),
+        ("lmcache_l1_pool_that_is_not_there", 4096, "cannot be used"),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_a_failure(name: str, nbytes: int, reason: str) -> None:
+    with pytest.raises(LMCacheFailure, match=reason):
+        LMCachePool(name, nbytes)
+
+
+def test_only_what_is_inside_of_the_memory_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("connectors.lmcache_pool.FOLDER", tmp_path)
+    (tmp_path / "lmcache_l1_pool_1").write_bytes(bytes(4096))
+    pool = LMCachePool("lmcache_l1_pool_1", 4096)
+    assert pool.slot(4000, 96).nbytes == 96
+    for offset, nbytes in ((-1, 10), (4001, 96), (0, 4097), (1 << 70, 1)):
+        with pytest.raises(LMCacheFailure, match="of a memory of 4096"):
+            pool.slot(offset, nbytes)
+    assert pool.is_current()
+    (tmp_path / "new").write_bytes(bytes(4096))
+    (tmp_path / "new").rename(tmp_path / "lmcache_l1_pool_1")
+    assert not pool.is_current()
