@@ -7,13 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol, Unpack
 
-from clients.aio import AsyncClient
+from clients.async_stream import AsyncStream
 from clients.errors import OutriderClientError
 from clients.measurements import Goodput, Measurements, RequestTimer
+from clients.requests import GenerateOptions
 from clients.workload import Prompt, poisson_arrivals
 
 _clock = time.perf_counter
+
+
+class Generating(Protocol):
+    """A client of one server, or of several. It must not retry, or its pauses are measured as the server's."""
+
+    def generate(
+        self, prompt: str | None = None, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Begin a generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,20 +78,19 @@ class BenchResult:
 
 
 async def run_load(
-    client: AsyncClient, prompts: Iterator[Prompt], load: Load, on_done: Callable[[], None] = lambda: None
+    client: Generating, prompts: Iterator[Prompt], load: Load, on_done: Callable[[], None] = lambda: None
 ) -> BenchResult:
     """Send the warm-up requests, then the measured ones.
 
     Args:
-        client: must not retry, or its pauses are measured as the server's.
         prompts: yields at least num_warmups + num_prompts.
         on_done: called after each measured request, whatever its outcome.
     """
     if load.num_warmups:
         warmups = islice(prompts, load.num_warmups)
-        await _closed_loop(_Sender(client, load, Measurements()), warmups, load.max_concurrency or 1)
+        await _closed_loop(Sender(client, load, Measurements()), warmups, load.max_concurrency or 1)
     measurements = Measurements(load.goodput)
-    sender = _Sender(client, load, measurements, on_done)
+    sender = Sender(client, load, measurements, on_done)
     measured = islice(prompts, load.num_prompts)
     cpu_before_s, start_s = time.process_time(), _clock()
     if load.is_closed_loop:
@@ -95,7 +105,7 @@ async def run_load(
     )
 
 
-async def _closed_loop(sender: "_Sender", prompts: Iterator[Prompt], num_workers: int) -> None:
+async def _closed_loop(sender: "Sender", prompts: Iterator[Prompt], num_workers: int) -> None:
     async def work() -> None:
         for prompt in prompts:  # shared: each worker takes the next
             await sender.send(prompt, _clock())
@@ -105,7 +115,7 @@ async def _closed_loop(sender: "_Sender", prompts: Iterator[Prompt], num_workers
             tasks.create_task(work())
 
 
-async def _open_loop(sender: "_Sender", prompts: Iterator[Prompt], load: Load, start_s: float) -> None:
+async def _open_loop(sender: "Sender", prompts: Iterator[Prompt], load: Load, start_s: float) -> None:
     seats = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency is not None else nullcontext()
 
     async def send(prompt: Prompt, scheduled_s: float) -> None:
@@ -120,12 +130,12 @@ async def _open_loop(sender: "_Sender", prompts: Iterator[Prompt], load: Load, s
             tasks.create_task(send(prompt, scheduled_s))
 
 
-class _Sender:
+class Sender:
     """Sends one prompt and records what became of it."""
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: Generating,
         load: Load,
         measurements: Measurements,
         on_done: Callable[[], None] = lambda: None,
@@ -160,7 +170,7 @@ class _Sender:
                 if num_tokens:
                     gap_s = timer.message(num_tokens, _clock())
                     if gap_s is not None:
-                        measurements.record_gap(gap_s, num_tokens)
+                        measurements.record_gap(gap_s, num_tokens, is_first=timer.num_gaps == 1)
         finished = generation.finished.get(0)
         if finished is None:
             measurements.failures["NO_FINISHED_MESSAGE"] += 1

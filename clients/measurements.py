@@ -28,11 +28,17 @@ class RequestTimer:
         self._first_s: float | None = None
         self._last_s = scheduled_s
         self._num_later_tokens = 0
+        self._num_gaps = 0
 
     @property
     def ttft_s(self) -> float | None:
         """From the scheduled send to the first message with tokens; None if there was none."""
         return None if self._first_s is None else self._first_s - self.scheduled_s
+
+    @property
+    def num_gaps(self) -> int:
+        """Messages with tokens after the first."""
+        return self._num_gaps
 
     @property
     def tpot_s(self) -> float | None:
@@ -49,6 +55,7 @@ class RequestTimer:
         gap_s = now_s - self._last_s
         self._last_s = now_s
         self._num_later_tokens += num_tokens
+        self._num_gaps += 1
         return gap_s
 
 
@@ -61,6 +68,7 @@ class Measurements:
         self.tpot = Distribution()
         self.message_gap = Distribution()
         self.token_gap = Distribution()
+        self.second_gap = Distribution()
         self.latency = Distribution()
         self.send_delay = Distribution()
         self.failures: Counter[str] = Counter()
@@ -79,9 +87,19 @@ class Measurements:
         """Requests that ended well."""
         return self._num_completed
 
-    def record_gap(self, gap_s: float, num_tokens: int) -> None:
-        """A message of several tokens is a burst; each of them had its share of the gap."""
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated for those."""
+        return self._num_output_tokens
+
+    def record_gap(self, gap_s: float, num_tokens: int, *, is_first: bool = False) -> None:
+        """A message of several tokens is a burst; each of them had its share of the gap.
+
+        Args: is_first: of its request; where nodes share the work, that is the gap in which the second one takes over.
+        """
         self.message_gap.add(gap_s)
+        if is_first:
+            self.second_gap.add(gap_s)
         self.token_gap.add(gap_s / num_tokens, num_tokens)
         if num_tokens > 1:
             self._num_bursts += 1
@@ -146,6 +164,7 @@ class Measurements:
             "time_per_output_token": self.tpot.summary_ms(),
             "inter_message_gap": self.message_gap.summary_ms(),
             "inter_token_gap": self.token_gap.summary_ms(),
+            "first_to_second_message": self.second_gap.summary_ms(),
             "end_to_end": self.latency.summary_ms(),
             "send_delay": self.send_delay.summary_ms(),
             "percentile_relative_error": RELATIVE_ERROR,
