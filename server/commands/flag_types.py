@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,6 +45,28 @@ def seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
     return value
+
+
+def per_second(text: str) -> float:
+    """A finite rate above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number per second above 0, got {text!r}")
+    return value
+
+
+def one_of(words: Collection[str]) -> Callable[[str], str]:
+    """A parser of one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(words)}, got {text!r}")
+        return text
+
+    return parse
 
 
 def bias(text: str) -> tuple[int, float]:

@@ -1,0 +1,78 @@
+"""Servers that `outrider bench disaggregated` starts."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from clients.aio import AsyncClient
+from clients.errors import DeadlineExceededError
+from clients.retry import RetryPolicy
+from protos.outrider.v1 import inference_pb2 as pb
+from server.commands.bench_disaggregated_process import LoggedProcess, free_port, module_command
+from server.commands.bench_settings import resolve_compiled
+from server.config_sources import ENV_PREFIX
+
+_POLL_S = 0.5
+NO_RETRY = RetryPolicy(max_attempts=1)
+
+
+class ServerNode:
+    """A server process that is ready.
+
+    Attributes: target: where it answers. info: of its model. settings: all of them.
+    """
+
+    def __init__(self, target: str, info: pb.GetModelInfoResponse, settings: Mapping[str, object]) -> None:
+        self.target = target
+        self.info = info
+        self.settings = settings
+
+
+class Starter:
+    """Starts servers with settings in common."""
+
+    def __init__(self, settings: Mapping[str, object], folder: Path, timeout_s: float) -> None:
+        """Args:
+        settings: as they were given by flags; the environment may have more.
+        folder: for logs and files of settings. timeout_s: how long a start may take.
+        """
+        self._settings = dict(settings)
+        self._folder = folder
+        self._timeout_s = timeout_s
+
+    def resolve(self, **settings: object) -> dict[str, object]:
+        """All settings of a server with these. Raises: ConfigError."""
+        return resolve_compiled({**self._settings, **settings}).config.flat()
+
+    @asynccontextmanager
+    async def running(self, name: str, cores: Sequence[int], **settings: object) -> AsyncIterator[ServerNode]:
+        """A server with these settings besides the common ones, until the block ends.
+
+        Raises: ConfigError; OutriderError if it does not start, with the last line of its log.
+        """
+        port = free_port()
+        resolved = self.resolve(**{"role": "both", **settings}, host="127.0.0.1", port=port, uds=None)
+        path = self._folder / f"{name.replace(' ', '-')}.yaml"
+        path.write_text(json.dumps(resolved), encoding="utf-8")  # JSON is YAML
+        command, environ = module_command("server", "serve", "--config", str(path))
+        process = LoggedProcess(name, command, self._folder, cores, environ=environ, hidden_prefix=ENV_PREFIX)
+        try:
+            target = f"127.0.0.1:{port}"
+            yield ServerNode(target, await self._ready(process, target), resolved)
+        finally:
+            await asyncio.to_thread(process.close)
+
+    async def _ready(self, process: LoggedProcess, target: str) -> pb.GetModelInfoResponse:
+        until_s = time.monotonic() + self._timeout_s
+        async with AsyncClient(target, retry=RetryPolicy(max_attempts=1, initial_backoff_s=0.05)) as client:
+            while True:
+                process.check_alive()
+                try:
+                    await client.wait_ready(timeout_s=_POLL_S)
+                    return await client.model_info(timeout_s=self._timeout_s)
+                except DeadlineExceededError:
+                    if time.monotonic() > until_s:
+                        raise process.failure(f"was not ready within {self._timeout_s:g} s") from None

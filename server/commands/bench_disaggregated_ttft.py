@@ -1,0 +1,155 @@
+"""How soon a prompt's first token comes where its KV is found elsewhere, and where it is computed."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+from clients.aio import AsyncClient
+from clients.async_stream import uncancelled
+from clients.nodes import Node
+from clients.progress import Progress
+from clients.requests import generate_request
+from clients.workload import Prompt, random_prompts
+from protos.outrider.v1 import inference_pb2 as pb
+from server.commands.bench_disaggregated_connectors import Setup
+from server.commands.bench_disaggregated_cores import Cores
+from server.commands.bench_disaggregated_load import Load
+from server.commands.bench_disaggregated_node import NO_RETRY, ServerNode, Starter
+from server.errors import OutriderError
+
+_clock = time.perf_counter
+_PROBE_NBYTES = 256 << 20
+_SPARE_BLOCKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One prompt.
+
+    Attributes:
+        recomputed_s: until the first token on a node that has nothing of it. found_s: on one that finds its KV.
+        num_found: tokens that it found.
+    """
+
+    recomputed_s: float
+    found_s: float
+    num_found: int
+
+
+async def measure_ttft(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
+    """Prompts one after the other, alone; found and recomputed on the same cores, by turns.
+
+    The node of the connector `memory` has no other one: its cache has room for two prompts only, and the one before
+    these is found in memory. With all others the prompt is computed on a prefill node, and found on a decode node.
+    Raises: OutriderError if KV was not found.
+    """
+    measure = _measure_memory if setup.name == "memory" else _measure_hop
+    timed = await measure(starter, load, cores, setup)
+    for each in timed:
+        if not each.num_found:
+            raise OutriderError(f"{setup.name}: the KV of a prompt of {load.prompt_len} tokens was not found")
+    return timed
+
+
+async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
+    timed = []
+    async with (
+        starter.running(f"{setup.name} prefill", cores.prefill, role="prefill", kv_transfer_config=setup.choice) as one,
+        starter.running(f"{setup.name} decode", cores.decode, role="decode", kv_transfer_config=setup.choice) as other,
+        AsyncClient(other.target, retry=NO_RETRY) as client,
+        _node(one) as prefill,
+        _node(other) as decode,
+    ):
+        prompts = _prompts(load, other)[: 2 * (load.repeat + 1)]
+        for place, (cold, prompt) in enumerate(zip(prompts[::2], prompts[1::2], strict=True)):
+            recomputed_s, _ = await _ask(client, cold)
+            found_s, num_found = await _hop(prefill, decode, prompt)
+            if place:
+                timed.append(Timed(recomputed_s, found_s, num_found))
+    return timed
+
+
+async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
+    timed = []
+    nbytes = await _room_for_two(starter, load, cores)
+    async with (
+        starter.running("memory", cores.decode, kv_transfer_config=setup.choice, kv_cache_memory_bytes=nbytes) as node,
+        AsyncClient(node.target, retry=NO_RETRY) as client,
+    ):
+        prompts = _prompts(load, node)[: load.repeat + 3]
+        for prompt in prompts[:2]:
+            await _ask(client, prompt)
+        for place, (gone, cold) in enumerate(zip(prompts, prompts[2:], strict=False)):
+            recomputed_s, _ = await _ask(client, cold)
+            found_s, num_found = await _ask(client, gone)
+            if place:
+                timed.append(Timed(recomputed_s, found_s, num_found))
+    return timed
+
+
+async def _room_for_two(starter: Starter, load: Load, cores: Cores) -> int:
+    """Bytes of a KV cache that two prompts fill, by what a server makes of another size."""
+    async with starter.running("probe", cores.decode, kv_cache_memory_bytes=_PROBE_NBYTES) as node:
+        load.check_lengths(node.info.max_model_len)
+        block_nbytes = _PROBE_NBYTES // node.info.num_kv_blocks
+        return block_nbytes * (2 * -(-load.prompt_len // node.info.block_size) + _SPARE_BLOCKS)
+
+
+def _prompts(load: Load, node: ServerNode) -> list[Prompt]:
+    """Two for each turn, and for two that do not count."""
+    load.check_lengths(node.info.max_model_len)
+    endless = random_prompts(
+        input_len=load.prompt_len, output_len=1, prefix_len=0, vocab_size=node.info.vocab_size, seed=load.seed
+    )
+    return list(islice(endless, 2 * (load.repeat + 2)))
+
+
+@asynccontextmanager
+async def _node(server: ServerNode) -> AsyncIterator[Node]:
+    node = Node(server.target)
+    try:
+        yield node
+    finally:
+        await node.close()
+
+
+async def _ask(client: AsyncClient, prompt: Prompt) -> tuple[float, int]:
+    """Returns: seconds until the first token, and how many tokens of the prompt were found."""
+    begun_s = _clock()
+    first_s = None
+    generation = client.generate(token_ids=prompt.token_ids, max_tokens=1, temperature=0.0, ignore_eos=True)
+    async with aclosing(generation):
+        async for _ in generation:
+            first_s = first_s or _clock()
+    if first_s is None:
+        raise OutriderError("a prompt had no answer")
+    return first_s - begun_s, generation.finished[0].usage.cached_tokens
+
+
+async def _hop(prefill: Node, decode: Node, prompt: Prompt) -> tuple[float, int]:
+    """As `_ask`, of the node that goes on, from when it is asked to: its first token is the second of all."""
+    assert prompt.token_ids is not None
+    request = generate_request(
+        None, {"token_ids": prompt.token_ids, "max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+    )
+    progress = Progress(request)
+    for message in await _read(prefill, progress.first_request()):
+        progress.take_in(message[1])
+    begun_s = _clock()
+    messages = await _read(decode, progress.continuation())
+    first_s = next((at_s for at_s, message in messages if message.HasField("delta")), None)
+    finished = next((message.finished for _, message in messages if message.HasField("finished")), None)
+    if first_s is None or finished is None:
+        raise OutriderError("a prompt that was handed on had no answer")
+    return first_s - begun_s, finished.usage.cached_tokens
+
+
+async def _read(node: Node, request: pb.GenerateRequest) -> Sequence[tuple[float, pb.GenerateResponse]]:
+    """All messages of a call, with when they came."""
+    call = node.generate(request, None, ())
+    messages = []
+    while isinstance(message := await uncancelled(call.read()), pb.GenerateResponse):
+        messages.append((_clock(), message))
+    return messages
