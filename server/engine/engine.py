@@ -371,10 +371,10 @@ class NativeEngine:
         self._hand_over()
         while len(self._in_flight) > depth:
             self._settle_oldest()
+        self._snapshot = self._scheduler.statistics()
         self._undelivered = self._scheduler.take_outputs()
         if depth == 0:
             self._hand_over()
-        self._snapshot = self._scheduler.statistics()  # who sees a request gone there has been sent its end
 
     def _begin_transfers(self) -> None:
         """Without a step that they would begin with."""
