@@ -11,8 +11,9 @@ from connectors.host_blocks import HostBlocks
 from connectors.peer_layout import MAX_GROUPS, NodeLayout
 from connectors.tcp_messages import MAX_SEGMENTS
 
-CHUNK_NBYTES = 16 << 20
-"""So much is summed up and sent at a time: with less, the other side has more messages to wait for."""
+CHUNK_NBYTES = 4 << 20
+"""So much is summed up and sent at a time: with less, the other side has more messages to wait for; with more than the
+system buffers, one side waits while the other one sums up."""
 Segment: TypeAlias = tuple[int, int]
 """A group of this node, and a block of its own or, by its place, of a pull."""
 NUM_STAGES = 16
