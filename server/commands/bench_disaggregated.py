@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +35,7 @@ from server.commands.bench_output import add_output, check_output, write_report
 from server.commands.bench_settings import add_settings, given_settings, resolve_compiled
 from server.commands.call_errors import one_line_errors
 from server.commands.flag_types import at_least, integer, list_of, one_of, per_second, seconds
+from server.config_sources import ResolvedConfig
 from server.errors import ConfigError
 from server.kv_transfer_config import KV_TRANSFER_CONFIG
 
@@ -48,14 +49,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, parse, default, metavar, words in (
         ("--parts", list_of(one_of(PARTS), "PART"), ",".join(PARTS), f"{{{','.join(PARTS)}}}[,...]", _PARTS_HELP),
         ("--budgets", list_of(at_least(1), "N"), "32,64,128,256,512", "N[,N...]", "max-num-batched-tokens of one node"),
-        ("--rates", list_of(per_second, "PER_S"), "0.5", "PER_S[,...]", "long prompts per second on average"),
+        ("--rates", list_of(per_second, "PER_S"), "0.25", "PER_S[,...]", "long prompts per second on average"),
         ("--burst-size", at_least(1), "2", "N", "long prompts that come at once"),
         ("--prompt-len", at_least(1), "2000", "TOKENS", "of each long prompt"),
         ("--output-len", at_least(2), "16", "TOKENS", "generated for each"),
         ("--stream-rate", per_second, "1", "PER_S", "short requests per second, whose tokens' gaps are measured"),
         ("--stream-input-len", at_least(1), "32", "TOKENS", "of each"),
         ("--stream-output-len", at_least(3), "128", "TOKENS", "generated for each"),
-        ("--duration", seconds, "30", "SECONDS", "in which requests are sent, for each rate, set-up and turn"),
+        ("--duration", seconds, "60", "SECONDS", "in which requests are sent, for each rate, set-up and turn"),
         ("--repeat", at_least(1), "3", "N", "measured turns, each with everything once"),
         ("--hop-connector", one_of(CONNECTORS[:-1]), "tcp", "CONNECTOR", "between the two nodes of the frontier"),
         ("--block-kib", list_of(at_least(1), "KIB"), "64,1024", "KIB[,KIB...]", "sizes of blocks in transfers"),
@@ -107,15 +108,15 @@ def run(args: argparse.Namespace) -> int:
     load = Load.of(args)
     cores = divide_cores(args.cores, args.prefill_cores)
     connectors = chosen_connectors(args.connectors)
-    if "frontier" in args.parts:
-        chosen_connectors([load.hop_connector])
     with ExitStack() as stack:
         settings = stack.enter_context(given_settings(args))
-        resolved = resolve_compiled(settings)
-        if taken := [name for name in _OURS if resolved.sources[name] != "default"]:
-            raise ConfigError(f"{taken[0]}: is what is measured; see --budgets, --connectors and --hop-connector")
+        resolved = _resolved(settings, load)
+        max_num_seqs = resolved.config.scheduler.max_num_seqs
+        if "frontier" in args.parts:
+            chosen_connectors([load.hop_connector])
+            check_budgets(load, max_num_seqs)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outrider-")))
-        starter = Starter(settings, folder, args.start_timeout)
+        starter = Starter({**settings, "max_num_seqs": max_num_seqs}, folder, args.start_timeout)
         bench = _Bench(starter, load, cores, folder, args.storage or folder)
         report: dict[str, Any] = {
             **describe_run(_LIBRARIES),
@@ -139,6 +140,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _resolved(settings: Mapping[str, object], load: Load) -> ResolvedConfig:
+    """What the servers have in common. Raises: ConfigError for what is measured."""
+    resolved = resolve_compiled({**settings})
+    if taken := [name for name in _OURS if resolved.sources[name] != "default"]:
+        raise ConfigError(f"{taken[0]}: is what is measured; see --budgets, --connectors and --hop-connector")
+    if resolved.sources["max_num_seqs"] != "default":
+        return resolved
+    # More than the smallest budget would be refused.
+    max_num_seqs = min(resolved.config.scheduler.max_num_seqs, *load.budgets)
+    return resolve_compiled({**settings, "max_num_seqs": max_num_seqs})
+
+
 class _Bench:
     """The parts; each prints its table as it goes."""
 
@@ -151,7 +164,6 @@ class _Bench:
 
     def frontier(self) -> dict[str, Any]:
         load = self._load
-        check_budgets(self._starter, load)
         with self._set_up(load.hop_connector) as setup:
             results = asyncio.run(measure_frontier(self._starter, load, self._cores, setup, _say))
         for rate, found in results.items():

@@ -42,13 +42,13 @@ def _candidates(load: Load) -> list[_Candidate]:
     return [*(_Candidate(budget) for budget in sorted(set(load.budgets))), _Candidate(None)]
 
 
-def check_budgets(starter: Starter, load: Load) -> None:
+def check_budgets(load: Load, max_num_seqs: int) -> None:
     """Raises: ConfigError for a budget that no server takes, which is better known before the run than after."""
-    for budget in load.budgets:
-        try:
-            starter.resolve(max_num_batched_tokens=budget)
-        except ConfigError as error:
-            raise ConfigError(f"--budgets: {budget}: {error}") from error
+    if min(load.budgets) < max_num_seqs:
+        raise ConfigError(
+            f"--budgets: {min(load.budgets)} is less than --max-num-seqs, {max_num_seqs}: "
+            "each running sequence needs a token per step"
+        )
 
 
 async def measure_frontier(

@@ -2,13 +2,13 @@
 
 import argparse
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, Self
 
 from clients.mixed_load import Arrival
-from clients.workload import poisson_arrivals, random_prompts
+from clients.workload import Prompt, poisson_arrivals, random_prompts
 from server.errors import ConfigError
 
 PARTS = ("frontier", "ttft", "transfer")
@@ -75,17 +75,20 @@ def arrivals(load: Load, rate: float, vocab_size: int, seed: int) -> Sequence[Ar
         vocab_size=vocab_size,
         seed=seed,
     )
-    times = takewhile(lambda at_s: at_s < load.duration, poisson_arrivals(load.stream_rate, seed=seed))
     prompts = random_prompts(
         input_len=load.prompt_len, output_len=load.output_len, prefix_len=0, vocab_size=vocab_size, seed=seed + 1
     )
     period_s = load.burst_size / rate
-    num_bursts = int(load.duration / period_s + 0.5)
-    bursts = [(index + 0.5) * period_s for index in range(num_bursts) for _ in range(load.burst_size)]
+    bursts = ((index // load.burst_size + 0.5) * period_s for index in count())
     return list(
         heapq.merge(
-            (Arrival(at_s, STREAM, prompt) for at_s, prompt in zip(times, streams, strict=False)),
-            (Arrival(at_s, LONG, prompt) for at_s, prompt in zip(bursts, prompts, strict=False)),
+            _before(load.duration, STREAM, poisson_arrivals(load.stream_rate, seed=seed), streams),
+            _before(load.duration, LONG, bursts, prompts),
             key=lambda arrival: arrival.at_s,
         )
     )
+
+
+def _before(end_s: float, kind: str, times: Iterable[float], prompts: Iterable[Prompt]) -> Iterator[Arrival]:
+    for at_s, prompt in zip(takewhile(lambda at_s: at_s < end_s, times), prompts, strict=False):
+        yield Arrival(at_s, kind, prompt)

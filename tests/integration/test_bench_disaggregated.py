@@ -1,0 +1,116 @@
+"""`outrider bench disaggregated`: real processes, on the tiny model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.cli import main
+from tests.tiny_model import build_tiny_model
+
+SMALL = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "8MiB", "--max-num-seqs", "16")
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of two nodes needs a core")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", "disaggregated", *SMALL, *arguments])
+
+
+def run_and_read(output: Path, *arguments: str) -> dict[str, Any]:
+    assert bench(*arguments, "--output", str(output)) == 0
+    report: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return report
+
+
+@pytest.mark.full
+@needs_two_cores
+def test_one_run_measures_all_of_it(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_and_read(
+        *(tmp_path / "report.json", model, "--budgets", "32", "--rates", "1", "--burst-size", "1", "--repeat", "1"),
+        *("--prompt-len", "200", "--output-len", "4", "--stream-rate", "3", "--stream-output-len", "8"),
+        *("--duration", "2", "--connectors", "filesystem,memory", "--block-kib", "64", "--mib", "1"),
+    )
+    assert set(report) >= {"command", "commit", "time", "versions", "host", "cores", "load", "settings", "goals"}
+    assert set(report["cores"]["prefill"]).isdisjoint(report["cores"]["decode"])
+    (rate,) = report["frontier"]["rates"]
+    assert [setup["name"] for setup in rate["setups"]] == ["budget 32", "1 prefill + 1 decode"]
+    for setup in rate["setups"]:
+        (turn,) = setup["turns"]
+        assert turn["long"]["requests"] == {"completed": 2, "failed": 0, "failed_by_status": {}}
+        assert turn["long"]["tokens"]["output"] == 8
+        assert turn["stream"]["requests"]["failed"] == 0
+        assert setup["gap_p99_s"]["median"] > 0
+        assert setup["second_token_p50_s"]["median"] > 0
+    assert rate["verdict"]["best"]["name"] == "budget 32"
+    assert "reached" in report["frontier"]["crossover"]
+
+    for cell, name in zip(report["ttft"], ("filesystem", "memory"), strict=True):
+        assert cell["connector"] == name
+        assert cell["found_tokens"]["median"] == 192, "all full blocks of the prompt"
+        assert cell["recomputed_s"]["median"] > 0
+
+    filesystem, memory = report["transfer"]
+    assert set(filesystem["ways"]) == {"memory copy", "plain socket", "save", "load"}
+    assert set(memory["ways"]) == {"memory copy", "save", "load"}
+
+    printed = capsys.readouterr().out
+    assert printed.count("1 prefill + 1 decode") == 2, "in the table and in the verdict"
+    assert "crossover: " in printed
+
+
+@needs_two_cores
+def test_blocks_go_from_process_to_process(model: str, tmp_path: Path) -> None:
+    report = run_and_read(
+        *(tmp_path / "report.json", model, "--parts", "transfer", "--connectors", "tcp", "--block-kib", "64"),
+        *("--mib", "1", "--repeat", "2"),
+    )
+    assert "frontier" not in report
+    (cell,) = report["transfer"]
+    assert (cell["connector"], cell["block_kib"]) == ("tcp", 64)
+    for way in cell["ways"].values():
+        assert len(way["gb_per_s"]["all"]) == 2
+        assert min(way["gb_per_s"]["all"]) > 0
+    load = cell["ways"]["load"]
+    assert load["sender_cpu_s_per_gb"]["median"] > 0
+    assert load["receiver_cpu_s_per_gb"]["median"] > 0
+
+
+@needs_two_cores
+def test_a_server_that_does_not_start_is_named_with_its_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(str(tmp_path / "nothing"), "--parts", "frontier", "--budgets", "32") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("outrider: budget 32 ended with exit code ")
+    assert str(tmp_path / "nothing") in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parts", "all"), "--parts: must be one of frontier, ttft, transfer, got 'all'"),
+        (("--rates", "0"), "--rates: must be a number per second above 0, got '0'"),
+        (("--rates", "0.01"), "--rates: at 0.01 prompts/s in bursts of 2 the first one comes after 100 s"),
+        (("--hop-connector", "memory"), "--hop-connector: must be one of filesystem, tcp, lmcache, nixl"),
+        (("--cores", "100000"), "--cores: this process may not use 100000"),
+        (("--budgets", "8"), "--budgets: 8 is less than --max-num-seqs, 16"),
+        (("--max-num-batched-tokens", "64"), "max_num_batched_tokens: is what is measured"),
+        (("--kv-transfer-config", '{"kv_connector": "tcp"}'), "kv_transfer_config: is what is measured"),
+        (("--storage", "/nowhere"), "--storage: there is no folder /nowhere"),
+    ],
+)
+@needs_two_cores
+def test_wrong_arguments_are_one_line_and_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench("--parts", "frontier", *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.strip().splitlines()[-1].startswith("outrider")
