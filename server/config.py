@@ -245,7 +245,7 @@ class Config(Section):
             except ConfigError as error:
                 problems.append(str(error))
         try:
-            sections["kv_transfer"] = _parse_kv_transfer(given, sections.get("disaggregation"))
+            sections["kv_transfer"] = _parse_kv_transfer(given, sections.get("disaggregation"), sections.get("cache"))
         except ConfigError as error:
             problems.append(str(error))
         if problems:
@@ -262,9 +262,15 @@ class Config(Section):
         return values
 
 
-def _parse_kv_transfer(given: Mapping[str, Given], disaggregation: Section | None) -> KVTransferConfig | None:
-    """As `parse_kv_transfer_config`, and as the node's role wants it, unless that was refused already."""
+def _parse_kv_transfer(
+    given: Mapping[str, Given], disaggregation: Section | None, cache: Section | None
+) -> KVTransferConfig | None:
+    """As `parse_kv_transfer_config`, and as role and cache want it, unless these were refused already."""
     config = parse_kv_transfer_config(given[KV_TRANSFER_CONFIG]) if KV_TRANSFER_CONFIG in given else None
+    if config is not None and isinstance(cache, CacheConfig) and not cache.enable_prefix_caching:
+        raise ConfigError(
+            f"{KV_TRANSFER_CONFIG}: needs enable_prefix_caching, as blocks are known to others by what they hold"
+        )
     if not isinstance(disaggregation, DisaggregationConfig):
         return config
     if config is not None:

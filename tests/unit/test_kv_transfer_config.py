@@ -137,6 +137,13 @@ def test_an_engine_has_another_name_with_each_start() -> None:
         assert len(config.new_engine_id()) <= 64
 
 
+def test_blocks_are_exchanged_by_their_content() -> None:
+    settings = {"kv_transfer_config": {"kv_connector": "memory"}}
+    with pytest.raises(ConfigError, match="kv_transfer_config: needs enable_prefix_caching"):
+        Config.from_kwargs(enable_prefix_caching=False, **settings)
+    assert Config.from_kwargs(**settings).kv_transfer is not None
+
+
 def test_text_that_is_no_json() -> None:
     assert refusal("{memory}").startswith("kv_transfer_config: must be a JSON object or none, got '{memory}': ")
 
