@@ -13,8 +13,11 @@ import connectors.content
 import server.scheduler.kv_loads
 from connectors.filesystem import FilesystemStore
 from server.errors import DeadlineExceeded, OutriderError, RequestFailed
+from server.plan import StepPlan
 from server.preprocess import TokensPrompt
 from server.request import SamplingParams
+from server.worker.results import StepHandle
+from server.worker.runner import Runner
 from tests.fakes.engine_under_test import EngineUnderTest, engine_on
 from tests.fakes.gated_connector import STORES
 from tests.fakes.gated_store import GatedStore
@@ -260,3 +263,29 @@ def test_callers_leave_at_random(model: Path, tmp_path: Path, depth: int) -> Non
 @pytest.mark.parametrize("depth", [0, 1])
 def test_many_callers_leave_at_random(model: Path, tmp_path: Path, depth: int, policy: str) -> None:
     cancel_at_random(model, tmp_path, 200, pipeline_depth=depth, scheduling_policy=policy)
+
+
+def test_a_step_that_fails_begins_the_loads_that_came_with_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [loaded] = family(1)
+    [running] = family(1, own=5, seed=1)
+    fill(model, files(tmp_path), [loaded])
+    launch = Runner._launch
+    failed: list[StepPlan] = []
+
+    def fail_once(runner: Runner, plan: StepPlan) -> StepHandle:
+        if plan.transfers is not None and plan.transfers.filled_blocks and not failed:
+            failed.append(plan)
+            raise RuntimeError("out of memory")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "_launch", fail_once)
+    with kv_engine(model, files(tmp_path)) as engine:
+        outcomes = engine.generate(
+            [running, loaded], [SamplingParams(max_tokens=400, ignore_eos=True), GREEDY], arrivals=random.Random(0)
+        )
+        assert isinstance(outcomes[0].error, RequestFailed)
+        assert outcomes[1].num_cached_tokens == num_full(loaded)
+    assert len(failed) == 1
+    assert tokens(outcomes[1:]) == alone(model, [loaded])
