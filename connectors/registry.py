@@ -18,12 +18,12 @@ GROUP = "outrider.connectors"
 BUILT_IN: Mapping[str, str] = {
     "fault": "connectors.fault:FaultConfig",
     "filesystem": "connectors.filesystem:FilesystemConfig",
-    "lmcache": "connectors.lmcache:LMCacheConfig",
+    "lmcache": "connectors.lmcache.connector:LMCacheConfig",
     "memory": "connectors.memory:MemoryConfig",
     "multi": "connectors.multi:MultiConfig",
-    "nixl": "connectors.nixl:NixlConfig",
+    "nixl": "connectors.nixl.connector:NixlConfig",
     "null": "connectors.null:NullConfig",
-    "tcp": "connectors.tcp:TcpConfig",
+    "tcp": "connectors.tcp.connector:TcpConfig",
 }
 
 ALIASES: Mapping[str, str] = {

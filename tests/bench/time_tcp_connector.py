@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from connectors.base import BlockLoad, Connector, ConnectorContext, KVCaches, KVGroup, KVRequest
-from connectors.tcp import TcpConfig
+from connectors.tcp.connector import TcpConfig
 from server.kernels.huge_pages import zeros
 
 HASH = bytes(32)

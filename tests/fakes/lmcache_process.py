@@ -12,7 +12,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from connectors.lmcache_package import import_lmcache
+from connectors.lmcache.package import import_lmcache
 
 START_TIMEOUT_S = 90.0
 ANSWER_TIMEOUT_S = 20.0

@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from connectors.nixl_blocks import NixlBlocks
-from connectors.nixl_sums import word_sums
+from connectors.nixl.blocks import NixlBlocks
+from connectors.nixl.sums import word_sums
 from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from connectors.tcp_blocks import NUM_STAGES
+from connectors.tcp.blocks import NUM_STAGES
 from tests.fakes.kv_node import KVNode
 
 pytestmark = pytest.mark.gpu

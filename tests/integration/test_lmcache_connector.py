@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from connectors.lmcache import LMCacheConfig
-from connectors.lmcache_failure import LMCacheFailure
-from connectors.lmcache_package import import_lmcache
-from connectors.lmcache_pool import LMCachePool
-from connectors.lmcache_server import LMCacheServer
-from connectors.lmcache_store import LMCacheStore
+from connectors.lmcache.connector import LMCacheConfig
+from connectors.lmcache.failure import LMCacheFailure
+from connectors.lmcache.package import import_lmcache
+from connectors.lmcache.pool import LMCachePool
+from connectors.lmcache.server import LMCacheServer
+from connectors.lmcache.store import LMCacheStore
 from connectors.wire import MAGIC
 from server.errors import ConfigError
 from server.request import SamplingParams
@@ -258,7 +258,7 @@ def test_a_registration_that_the_server_gave_up_is_renewed(
     save(store, 1)
     lmcache_server.forget(7)
     assert not has(store, 1)
-    monkeypatch.setattr("connectors.lmcache_link.RENEW_AFTER_S", 0.0)
+    monkeypatch.setattr("connectors.lmcache.link.RENEW_AFTER_S", 0.0)
     assert has(store, 1)
     assert load(store, 1) == content(1)
     store.close()
@@ -323,7 +323,7 @@ def test_memory_that_cannot_be_shared_is_a_failure(name: str, nbytes: int, reaso
 
 
 def test_only_what_is_inside_of_the_memory_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("connectors.lmcache_pool.FOLDER", tmp_path)
+    monkeypatch.setattr("connectors.lmcache.pool.FOLDER", tmp_path)
     (tmp_path / "lmcache_l1_pool_1").write_bytes(bytes(4096))
     pool = LMCachePool("lmcache_l1_pool_1", 4096)
     assert pool.slot(4000, 96).nbytes == 96

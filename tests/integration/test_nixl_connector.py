@@ -14,10 +14,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from connectors.nixl import NixlConfig
-from connectors.nixl_blocks import NixlBlocks
-from connectors.nixl_session import NixlSession
-from connectors.peer_leases import LeaseTable
+from connectors.nixl.blocks import NixlBlocks
+from connectors.nixl.connector import NixlConfig
+from connectors.nixl.session import NixlSession
+from connectors.peer.leases import LeaseTable
 from server.errors import ConfigError
 from tests.fakes.kv_node import KVNode, threads_of_connectors
 from tests.fakes.kv_process import KVProcess

@@ -12,13 +12,13 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
-from connectors import nixl_peer
+import connectors.nixl.peer
 from connectors.base import ConnectorContext, KVCaches, KVGroup
-from connectors.nixl import NixlConfig
-from connectors.nixl_agent import NixlAgent, NixlFailed, PeerLost
-from connectors.nixl_link import MAX_UNSAFE
-from connectors.nixl_peer import NixlPeer
-from connectors.peer_leases import LEASE_NBYTES
+from connectors.nixl.agent import NixlAgent, NixlFailed, PeerLost
+from connectors.nixl.connector import NixlConfig
+from connectors.nixl.link import MAX_UNSAFE
+from connectors.nixl.peer import NixlPeer
+from connectors.peer.leases import LEASE_NBYTES
 from protos.outrider.v1 import block_exchange_pb2 as pb
 from protos.outrider.v1.block_exchange_pb2_grpc import BlockExchangeStub
 from server.errors import ConfigError
@@ -124,8 +124,8 @@ def answers(change: Callable[[Message], None]) -> Iterator[None]:
         change(answer)
         return answer
 
-    result = nixl_peer._result
-    with patch.object(nixl_peer, "_result", changed):
+    result = connectors.nixl.peer._result
+    with patch.object(connectors.nixl.peer, "_result", changed):
         yield
 
 

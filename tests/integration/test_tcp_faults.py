@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from connectors.tcp_messages import HEADER, MAX_KEPT, MAX_MESSAGE_NBYTES, Hello, Keep, Kind, Pull, Release, pack
+from connectors.tcp.messages import HEADER, MAX_KEPT, MAX_MESSAGE_NBYTES, Hello, Keep, Kind, Pull, Release, pack
 from server.kv_handle import KVHandle
 from tests.fakes.kv_node import KVNode, threads_of_connectors
 from tests.fakes.kv_process import KVProcess

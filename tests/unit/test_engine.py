@@ -428,8 +428,7 @@ async def test_a_reader_that_reads_nothing_holds_nobody_up() -> None:
         other = make_request("other", range(3), max_tokens=150)
         assert (await harness.generate(other)).token_ids() == reference(other, 0)[0]
         await harness.all_blocks_are_free()
-        while harness.engine._live:  # the blocks are free before the last outputs are here
-            await asyncio.sleep(0)
+        await eventually(lambda: not harness.engine._live)  # the blocks are free before the last outputs are here
         received = await receive(unread)
         assert received.token_ids() == reference(request, 0)[0]
         assert [type(event).__name__ for event in received.events] == ["Started", "Delta", "Finished"]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.nixl_sums import word_sums, xxh3_sums
+from connectors.nixl.sums import word_sums, xxh3_sums
 from connectors.wire import checksum
 
 

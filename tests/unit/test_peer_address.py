@@ -2,7 +2,7 @@
 
 import pytest
 
-from connectors.peer_address import AllowedPeers, PeerAddress
+from connectors.peer.address import AllowedPeers, PeerAddress
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from connectors.peer_cut import Cut
+from connectors.peer.cut import Cut
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 SIZES = st.integers(1, 24)

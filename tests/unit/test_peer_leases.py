@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from connectors.peer_leases import LeaseLost, LeaseTable
-from connectors.peer_sweeper import LeaseSweeper
+from connectors.peer.leases import LeaseLost, LeaseTable
+from connectors.peer.sweeper import LeaseSweeper
 
 HASHES = (b"x", b"y")
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from connectors.base import BlockLoad, ConnectorContext, KVCaches, KVRequest
-from connectors.peer import MAX_BLOCK_ID, MAX_BLOCK_SIZE, PeerMetadata, PeerScheduler, PeerWorker
-from connectors.peer_leases import LeaseTable
-from connectors.peer_transport import LoadOutcome, PeerLoad
+from connectors.peer.connector import MAX_BLOCK_ID, MAX_BLOCK_SIZE, PeerMetadata, PeerScheduler, PeerWorker
+from connectors.peer.leases import LeaseTable
+from connectors.peer.transport import LoadOutcome, PeerLoad
 from server.kv_handle import KVHandle
 
 HASHES = tuple(bytes([i]) * 32 for i in range(8))

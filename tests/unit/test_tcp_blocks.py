@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from connectors.base import KVCaches, KVGroup
-from connectors.tcp_blocks import CHUNK_NBYTES, LocalBlocks
-from connectors.tcp_messages import MAX_SEGMENTS
+from connectors.tcp.blocks import CHUNK_NBYTES, LocalBlocks
+from connectors.tcp.messages import MAX_SEGMENTS
 
 
 def caches(blocks: torch.Tensor) -> KVCaches:

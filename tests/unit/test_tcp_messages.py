@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.peer_layout import GroupLayout, NodeLayout, mismatch, shared_groups
-from connectors.tcp_messages import (
+from connectors.peer.layout import GroupLayout, NodeLayout, mismatch, shared_groups
+from connectors.tcp.messages import (
     ALIGNMENT,
     HEADER,
     MAX_KEPT,
