@@ -18,6 +18,9 @@ from torch import Tensor
 
 from server.kv_handle import KVHandle
 
+LOAD_TIMEOUT_S = 10.0
+"""Unless a connector says otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -177,6 +180,11 @@ class ConnectorScheduler(ABC, Generic[Metadata]):
     def wants_saves(self) -> bool:
         """Whether full blocks are to be offered."""
         return False
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Nobody waits longer for a load; its blocks are left alone until it has ended."""
+        return LOAD_TIMEOUT_S
 
     @abstractmethod
     def build_connector_meta(self) -> Metadata | None:

@@ -131,6 +131,11 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
             if member.wants_saves:
                 member.save(saves)
 
+    @property
+    def load_timeout_s(self) -> float:
+        """The longest of all."""
+        return max(member.load_timeout_s for member in self._members)
+
     def build_connector_meta(self) -> MultiMetadata | None:
         """Those of all members; who could load and got no blocks is asked for again."""
         self._chosen.clear()

@@ -132,6 +132,11 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
             )
         )
 
+    @property
+    def load_timeout_s(self) -> float:
+        """Loads end in time by themselves; this is for what hangs all the same."""
+        return 2 * self._transfer_timeout_s
+
     def build_connector_meta(self) -> PeerMetadata | None:
         """What was ordered since the last one; who was asked for and got no blocks is asked for again."""
         self._asked.clear()

@@ -15,8 +15,6 @@ from server.scheduler.held_blocks import HeldBlocks
 from server.scheduler.sequence import Sequence
 from server.scheduler.statistics import Counters
 
-LOAD_TIMEOUT_S = 10.0
-"""A sequence waits no longer for a load; a connector that can break one off does so earlier."""
 RENEWAL_S = 1.0
 """Whoever holds KV for a sequence that is far from its turn is told so often that it is still wanted."""
 
@@ -230,10 +228,10 @@ class KVLoads:
 
     def end_overdue(self, now: float) -> list[Sequence]:
         """Give up loads that take too long. Returns: the sequences that waited for them."""
-        began_by_s = now - LOAD_TIMEOUT_S
+        began_by_s = now - self._connector.load_timeout_s
         overdue = [load.wish for load in self._loads.values() if load.wish is not None and load.began_s <= began_by_s]
         for wish in overdue:
             self._abandon(wish)
-            wish.sequence.transfer_s += LOAD_TIMEOUT_S
+            wish.sequence.transfer_s += self._connector.load_timeout_s
         self._counters.num_failed_loads += len(overdue)
         return [wish.sequence for wish in overdue]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import connectors.content
-import server.scheduler.kv_loads
+from connectors.content import ContentScheduler
 from connectors.filesystem import FilesystemStore
 from server.errors import DeadlineExceeded, OutriderError, RequestFailed
 from server.plan import StepPlan
@@ -146,7 +146,7 @@ def test_a_store_that_hangs_holds_up_nobody_for_long(model: Path, monkeypatch: p
 
 
 def test_a_load_that_hangs_is_given_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.scheduler.kv_loads, "LOAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ContentScheduler, "load_timeout_s", 0.1)
     monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 0.05)
     prompts = [*family(3), *family(3, seed=1)]
     with engine_on(model, "cpu", kv_transfer_config=GATED, kv_cache_memory_bytes=50 * BLOCK_NBYTES) as engine:

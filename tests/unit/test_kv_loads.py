@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from connectors.base import Finished
+from connectors.base import LOAD_TIMEOUT_S, Finished
 from server.engine.protocol import FinishReason
 from server.kv_handle import ChoiceState, Continuation, KVHandle
 from server.plan import StepPlan
 from server.request import Request
-from server.scheduler.kv_loads import LOAD_TIMEOUT_S, RENEWAL_S
+from server.scheduler.kv_loads import RENEWAL_S
 from server.scheduler.outputs import Failure
 from tests.fakes.core import Core, make_core, make_request
 from tests.fakes.executor import _chain

@@ -218,3 +218,10 @@ class TestBuilding:
         with pytest.raises(ConfigError, match="no such device"):
             self.build({}, {"kv_connector_extra_config": {"can_be_built": False}})
         assert [worker.heard for _, worker in BUILT] == [["shutdown within 0 s"]]
+
+
+def test_a_load_may_take_as_long_as_with_the_slowest() -> None:
+    class Patient(ScriptedScheduler):
+        load_timeout_s = 60.0
+
+    assert MultiScheduler([Patient(), ScriptedScheduler()], BLOCK_SIZE).load_timeout_s == 60.0
