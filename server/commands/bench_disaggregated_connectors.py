@@ -87,6 +87,7 @@ def _lmcache_server(port: int, folder: Path, cores: Sequence[int]) -> Iterator[L
     }
     code = "import sys; from lmcache.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "server"]
+    command += ["--no-l1-use-lazy"]  # its memory is there before it is measured
     command += [text for flag, value in flags.items() for text in (f"--{flag}", str(value))]
     process = LoggedProcess("lmcache", command, folder, cores, environ={"LMCACHE_TRACK_USAGE": "false"})
     try:
