@@ -1,6 +1,7 @@
 """Who of the waiting sequences starts."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from server.config import SchedulerConfig
 from server.kv.block_pool import BlockPool
@@ -13,6 +14,9 @@ from server.scheduler.kv_loads import Readiness
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
 from server.scheduler.waiting import WaitingQueue
+
+NUM_AHEAD = 4
+"""Sequences for which KV is loaded while no seat is free."""
 
 
 class Admission:
@@ -50,6 +54,8 @@ class Admission:
         Args: is_held: only sequences that ran before may start.
         """
         if not self._batch.has_free_slot:
+            if self._external is not None and not is_held:
+                self._load_ahead()
             return
         size = self._block_size
         computing = {name for running in self._batch.sequences for name in running.unpublished_hashes(size)}
@@ -80,6 +86,12 @@ class Admission:
                 self._count_first_start(sequence)
             computing.update(hashes[len(cached_blocks) :])
             yield sequence, _start_of(sequence), wanted
+
+    def _load_ahead(self) -> None:
+        """Have KV for the next ones loaded, so that a seat is not empty for that long once one is free."""
+        for sequence in islice((waiting for waiting in self._waiting if waiting.is_ready()), NUM_AHEAD):
+            if self.readiness(sequence) is Readiness.SHORT:
+                return
 
     def readiness(self, sequence: Sequence) -> Readiness:
         """Whether KV from elsewhere is here; orders what can be had."""

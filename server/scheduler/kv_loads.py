@@ -38,6 +38,7 @@ class _Wish:
 
     Attributes:
         held: blocks that are kept for it until it starts. load: while there is one.
+        num_found: its first blocks that could be had, here or elsewhere, when it was asked for last.
         is_over: whether it will get no more.
     """
 
@@ -45,6 +46,7 @@ class _Wish:
     sequence: Sequence
     held: tuple[int, ...] = ()
     load: "_Load | None" = None
+    num_found: int = 0
     is_over: bool = False
 
 
@@ -100,6 +102,8 @@ class KVLoads:
         local = longest_hit(self._pool, hashes)
         if len(local) < len(hashes) and hashes[len(local)] in self._coming:
             return Readiness.LOADING
+        if wish.num_found - len(local) + num_reserved > self._pool.num_free + len(self._held):
+            return Readiness.SHORT  # a store is not to be asked with every step for what there is no room for
         # Asked even if all is here: who holds it for this sequence may let it go then.
         num_tokens = self._connector.get_num_new_matched_tokens(wish.request, len(local) * self._block_size)
         if num_tokens is None:
@@ -127,6 +131,7 @@ class KVLoads:
     def _load(self, wish: _Wish, local: list[int], num_blocks: int, num_reserved: int) -> bool:
         """Order a load behind the blocks that are here. Returns: False if there are not enough free blocks for it."""
         self._held.acquire(local)
+        wish.num_found = len(local) + num_blocks
         if not self.give_way(num_blocks + num_reserved, wish.sequence):
             self._held.release(local)
             return False
