@@ -44,4 +44,4 @@ def test_random_transfers(depth: int, policy: str) -> None:
 @DEPTHS
 @POLICIES
 def test_many_random_transfers(depth: int, policy: str) -> None:
-    run_seeds(range(1000, 1150), depth=depth, policy=policy, num_steps=400)
+    run_seeds(range(1000, 1050), depth=depth, policy=policy, num_steps=400)
