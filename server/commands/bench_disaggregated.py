@@ -34,7 +34,7 @@ from server.commands.bench_environment import describe_host, describe_run
 from server.commands.bench_output import add_output, check_output, write_report
 from server.commands.bench_settings import add_settings, given_settings, resolve_compiled
 from server.commands.call_errors import one_line_errors
-from server.commands.flag_types import at_least, integer, list_of, one_of, per_second, seconds
+from server.commands.flag_types import at_least, list_of, one_of, per_second, seconds
 from server.config_sources import ResolvedConfig
 from server.errors import ConfigError
 from server.kv_transfer_config import KV_TRANSFER_CONFIG
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--block-kib", list_of(at_least(1), "KIB"), "64,1024", "KIB[,KIB...]", "sizes of blocks in transfers"),
         ("--mib", at_least(1), "256", "MIB", "moved in each pass of a transfer"),
         ("--start-timeout", seconds, "600", "SECONDS", "that a server may take to start"),
-        ("--seed", integer, "0", "SEED", "of prompts and times"),
+        ("--seed", at_least(0), "0", "SEED", "of prompts and times"),
     ):
         parser.add_argument(name, type=parse, default=default, metavar=metavar, help=f"{words} (default: {default})")
     parser.add_argument(

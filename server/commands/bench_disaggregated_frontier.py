@@ -9,6 +9,7 @@ from clients.bench import Generating
 from clients.disaggregated import DEFAULT_MIN_PROMPT_TOKENS, DisaggregatedClient
 from clients.mixed_load import Arrival, MixedResult, run_arrivals
 from clients.workload import random_prompts
+from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import LONG, STREAM, Load, arrivals
@@ -16,10 +17,25 @@ from server.commands.bench_disaggregated_node import NO_RETRY, Starter
 from server.errors import ConfigError, OutriderError
 
 SHARED = "1 prefill + 1 decode"
-_WARM_UP_SEED = -1
+_NUM_SEEDS = 2
+"""That the warm-up takes, and each load in each turn: one of streams, one of long prompts."""
 
-Results = dict[float, dict[str, list[MixedResult]]]
-"""By long prompts per second, and by set-up: one of each turn."""
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A set-up under one load.
+
+    Attributes:
+        loaded_share: of two nodes, how much of the KV of long prompts' full blocks came to the decode node; the rest
+            was computed there. None of one node.
+    """
+
+    result: MixedResult
+    loaded_share: float | None
+
+
+Results = dict[float, dict[str, list[Turn]]]
+"""By long prompts per second, and by set-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +83,55 @@ async def measure_frontier(
         first = turn % len(candidates)
         for candidate in (*candidates[first:], *candidates[:first]):
             say(f"turn {turn + 1} of {load.repeat}, {candidate.name}")
-            async with _running(starter, load, cores, setup, candidate) as (client, vocab_size):
-                await _warm_up(client, load, vocab_size, candidate)
+            async with _running(starter, load, cores, setup, candidate) as nodes:
+                await _warm_up(nodes, load, candidate)
                 for place, rate in enumerate(load.rates):
-                    seed = load.seed + 2 * (turn * len(load.rates) + place)
-                    sent = arrivals(load, rate, vocab_size, seed)
-                    result = await run_arrivals(client, sent)
+                    seed = load.seed + _NUM_SEEDS * (1 + turn * len(load.rates) + place)
+                    sent = arrivals(load, rate, nodes.info.vocab_size, seed)
+                    num_loaded = await nodes.num_loaded_tokens()
+                    result = await run_arrivals(nodes.client, sent)
                     check(result, f"{candidate.name} at {rate:g} prompts/s")
-                    found[rate][candidate.name].append(result)
+                    share = None
+                    if nodes.decode is not None:
+                        share = (await nodes.num_loaded_tokens() - num_loaded) / _loadable(nodes, load, result)
+                    found[rate][candidate.name].append(Turn(result, share))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """A set-up that runs.
+
+    Attributes: decode: a client of the decode node alone; None if there is none.
+    """
+
+    client: Generating
+    info: pb.GetModelInfoResponse
+    decode: AsyncClient | None = None
+
+    async def num_loaded_tokens(self) -> int:
+        """Tokens whose KV came to the decode node so far."""
+        return 0 if self.decode is None else (await self.decode.stats()).external_loaded_tokens
+
+
+def _loadable(nodes: _Nodes, load: Load, result: MixedResult) -> int:
+    """Tokens in full blocks of the long prompts that were answered; at least one block."""
+    num_blocks = load.prompt_len // nodes.info.block_size
+    return max(1, result.by_kind[LONG].num_completed * num_blocks) * nodes.info.block_size
 
 
 @asynccontextmanager
 async def _running(
     starter: Starter, load: Load, cores: Cores, setup: Setup, candidate: _Candidate
-) -> AsyncIterator[tuple[Generating, int]]:
-    """A client of the set-up, and the model's number of token ids."""
+) -> AsyncIterator[_Nodes]:
+    """The servers of a set-up, and their client."""
     async with AsyncExitStack() as stack:
         if candidate.budget is not None:
             node = await stack.enter_async_context(
                 starter.running(candidate.name, cores.both, max_num_batched_tokens=candidate.budget)
             )
             load.check_lengths(node.info.max_model_len)
-            yield await stack.enter_async_context(AsyncClient(node.target, retry=NO_RETRY)), node.info.vocab_size
+            yield _Nodes(await stack.enter_async_context(AsyncClient(node.target, retry=NO_RETRY)), node.info)
             return
         prefill, decode = [
             await stack.enter_async_context(starter.running(role, own, role=role, kv_transfer_config=setup.choice))
@@ -103,21 +145,29 @@ async def _running(
             remembers_prompts=False,
             retry=NO_RETRY,
         )
-        yield await stack.enter_async_context(client), decode.info.vocab_size
+        yield _Nodes(
+            await stack.enter_async_context(client),
+            decode.info,
+            await stack.enter_async_context(AsyncClient(decode.target, retry=NO_RETRY)),
+        )
 
 
-async def _warm_up(client: Generating, load: Load, vocab_size: int, candidate: _Candidate) -> None:
+async def _warm_up(nodes: _Nodes, load: Load, candidate: _Candidate) -> None:
     """One request of each kind: connections are made, memory is touched."""
     sent: list[Arrival] = []
-    for kind, input_len, output_len in (
-        (LONG, load.prompt_len, load.output_len),
-        (STREAM, load.stream_input_len, load.stream_output_len),
+    for seed, kind, input_len, output_len in (
+        (load.seed, STREAM, load.stream_input_len, load.stream_output_len),
+        (load.seed + 1, LONG, load.prompt_len, load.output_len),
     ):
         prompts = random_prompts(
-            input_len=input_len, output_len=output_len, prefix_len=0, vocab_size=vocab_size, seed=_WARM_UP_SEED
+            input_len=input_len,
+            output_len=output_len,
+            prefix_len=0,
+            vocab_size=nodes.info.vocab_size,
+            seed=seed,
         )
         sent.append(Arrival(0.0, kind, next(prompts)))
-    check(await run_arrivals(client, sent), f"{candidate.name}, warming up")
+    check(await run_arrivals(nodes.client, sent), f"{candidate.name}, warming up")
 
 
 def check(result: MixedResult, where: str) -> None:
@@ -133,17 +183,17 @@ def tokens_per_s(result: MixedResult) -> float:
     return sum(each.num_output_tokens for each in result.by_kind.values()) / result.duration_s
 
 
-def summarised(results: Mapping[str, Sequence[MixedResult]]) -> Mapping[str, Mapping[str, list[float]]]:
+def summarised(results: Mapping[str, Sequence[Turn]]) -> Mapping[str, Mapping[str, list[float]]]:
     """Of each set-up what counts, in turns; times in seconds."""
     return {
         name: {
-            "ttft_p50_s": [each.by_kind[LONG].ttft.quantile(0.5) for each in found],
-            "ttft_p95_s": [each.by_kind[LONG].ttft.quantile(0.95) for each in found],
-            "stream_ttft_p50_s": [each.by_kind[STREAM].ttft.quantile(0.5) for each in found],
-            "gap_p50_s": [each.by_kind[STREAM].token_gap.quantile(0.5) for each in found],
-            "gap_p99_s": [each.by_kind[STREAM].token_gap.quantile(0.99) for each in found],
-            "second_token_p50_s": [each.by_kind[LONG].second_gap.quantile(0.5) for each in found],
-            "tokens_per_s": [tokens_per_s(each) for each in found],
+            "ttft_p50_s": [each.result.by_kind[LONG].ttft.quantile(0.5) for each in found],
+            "ttft_p95_s": [each.result.by_kind[LONG].ttft.quantile(0.95) for each in found],
+            "stream_ttft_p50_s": [each.result.by_kind[STREAM].ttft.quantile(0.5) for each in found],
+            "gap_p50_s": [each.result.by_kind[STREAM].token_gap.quantile(0.5) for each in found],
+            "gap_p99_s": [each.result.by_kind[STREAM].token_gap.quantile(0.99) for each in found],
+            "second_token_p50_s": [each.result.by_kind[LONG].second_gap.quantile(0.5) for each in found],
+            "tokens_per_s": [tokens_per_s(each.result) for each in found],
         }
         for name, found in results.items()
     }

@@ -66,7 +66,7 @@ class Load:
 def arrivals(load: Load, rate: float, vocab_size: int, seed: int) -> Sequence[Arrival]:
     """Streams at random times, and bursts of long prompts at even ones.
 
-    Args: rate: of long prompts, per second. seed: the same one gives the same; its successor must not be used as well.
+    Args: rate: of long prompts, per second. seed: of the streams; its successor is that of the long prompts.
     """
     streams = random_prompts(
         input_len=load.stream_input_len,

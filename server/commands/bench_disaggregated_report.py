@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from clients.mixed_load import MixedResult
-from server.commands.bench_disaggregated_frontier import SHARED, Results, summarised
+from server.commands.bench_disaggregated_frontier import SHARED, Results, Turn, summarised
 from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
 from server.commands.bench_disaggregated_ttft import Timed
 from server.commands.bench_disaggregated_verdict import Point, Verdict, crossover, judge
@@ -28,7 +27,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": list(values)}
 
 
-def points_of(results: Mapping[str, Sequence[MixedResult]]) -> tuple[Point, list[Point]]:
+def points_of(results: Mapping[str, Sequence[Turn]]) -> tuple[Point, list[Point]]:
     """Medians over the turns of one load. Returns: that of two nodes, and those of one."""
     points = {
         name: Point(
@@ -56,7 +55,7 @@ def frontier_report(results: Results) -> dict[str, Any]:
                     {
                         "name": name,
                         **{key: summary(values) for key, values in summarised(found)[name].items()},
-                        "turns": [_turn(result) for result in turns],
+                        "turns": [_turn(turn) for turn in turns],
                     }
                     for name, turns in found.items()
                 ],
@@ -68,12 +67,18 @@ def frontier_report(results: Results) -> dict[str, Any]:
     }
 
 
-def _turn(result: MixedResult) -> dict[str, Any]:
+def _turn(turn: Turn) -> dict[str, Any]:
+    result = turn.result
     by_kind = {kind: measurements.report(result.duration_s) for kind, measurements in result.by_kind.items()}
-    return {"duration_s": result.duration_s, "client_cpu_s": result.client_cpu_s, **by_kind}
+    return {
+        "duration_s": result.duration_s,
+        "client_cpu_s": result.client_cpu_s,
+        "loaded_share": turn.loaded_share,
+        **by_kind,
+    }
 
 
-def frontier_lines(rate: float, results: Mapping[str, Sequence[MixedResult]]) -> Iterator[str]:
+def frontier_lines(rate: float, results: Mapping[str, Sequence[Turn]]) -> Iterator[str]:
     """A table of medians for one load, with the spread of what the verdict is of, and failures."""
     titles = " ".join(f"{title:>11}" for title in _FRONTIER_COLUMNS)
     yield f"{f'{rate:g} prompts/s, ms':<22} {titles}   p99 min-max"
@@ -83,9 +88,17 @@ def frontier_lines(rate: float, results: Mapping[str, Sequence[MixedResult]]) ->
         )
         gaps = [1e3 * gap for gap in values["gap_p99_s"]]
         yield f"{name:<22} {cells}   {min(gaps):.1f}-{max(gaps):.1f}"
-        failures = sum(each.failures.total() for result in results[name] for each in result.by_kind.values())
-        if failures:
-            yield f"  {failures} requests failed"
+        yield from _remarks(results[name])
+
+
+def _remarks(turns: Sequence[Turn]) -> Iterator[str]:
+    """What a line of the table does not tell: with it, its numbers are not those of what was to be measured."""
+    failures = sum(each.failures.total() for turn in turns for each in turn.result.by_kind.values())
+    if failures:
+        yield f"  {failures} requests failed"
+    shares = [turn.loaded_share for turn in turns if turn.loaded_share is not None]
+    if shares and min(shares) < 1:
+        yield f"  of the long prompts' KV {min(shares):.0%} came to the decode node, which computed the rest"
 
 
 def ttft_report(connector: str, timed: Sequence[Timed]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def run_and_read(output: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @needs_two_cores
 def test_one_run_measures_all_of_it(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run_and_read(
@@ -45,9 +46,11 @@ def test_one_run_measures_all_of_it(model: str, tmp_path: Path, capsys: pytest.C
         (turn,) = setup["turns"]
         assert turn["long"]["requests"] == {"completed": 2, "failed": 0, "failed_by_status": {}}
         assert turn["long"]["tokens"]["output"] == 8
+        assert turn["long"]["tokens"]["cached"] == 0, "no prompt is sent twice"
         assert turn["stream"]["requests"]["failed"] == 0
         assert setup["gap_p99_s"]["median"] > 0
         assert setup["second_token_p50_s"]["median"] > 0
+    assert [setup["turns"][0]["loaded_share"] for setup in rate["setups"]] == [None, 1.0]
     assert rate["verdict"]["best"]["name"] == "budget 32"
     assert "reached" in report["frontier"]["crossover"]
 

@@ -12,7 +12,7 @@ from clients.measurements import Measurements
 from clients.mixed_load import MixedResult
 from server.commands.bench_disaggregated_connectors import chosen_connectors
 from server.commands.bench_disaggregated_cores import divide_cores
-from server.commands.bench_disaggregated_frontier import SHARED, candidate_names, check
+from server.commands.bench_disaggregated_frontier import SHARED, Turn, candidate_names, check
 from server.commands.bench_disaggregated_load import LONG, STREAM, Load, arrivals
 from server.commands.bench_disaggregated_process import LoggedProcess
 from server.commands.bench_disaggregated_report import (
@@ -182,8 +182,8 @@ def result_of(*, ttft_s: float, gap_s: float) -> MixedResult:
 def test_a_frontier_is_of_medians_over_turns() -> None:
     results = {
         1.0: {
-            "budget 32": [result_of(ttft_s=ttft_s, gap_s=0.1) for ttft_s in (1.0, 9.0, 2.0)],
-            SHARED: [result_of(ttft_s=1.0, gap_s=gap_s) for gap_s in (0.01, 0.02, 0.5)],
+            "budget 32": [Turn(result_of(ttft_s=ttft_s, gap_s=0.1), None) for ttft_s in (1.0, 9.0, 2.0)],
+            SHARED: [Turn(result_of(ttft_s=1.0, gap_s=gap_s), 1.0) for gap_s in (0.01, 0.02, 0.5)],
         }
     }
     report = frontier_report(results)
@@ -201,6 +201,18 @@ def test_a_frontier_is_of_medians_over_turns() -> None:
     assert [line[:22].strip() for line in lines] == ["budget 32", SHARED]
     end = heading.index("p99 min-max")
     assert {len(line[:end].rstrip()) for line in (heading, *lines)} == {end - 3}, "columns line up"
+
+
+def test_a_line_says_what_makes_its_numbers_others() -> None:
+    failed = result_of(ttft_s=1.0, gap_s=0.1)
+    failed.by_kind[STREAM].failures["UNAVAILABLE"] = 2
+    results = {
+        "budget 32": [Turn(failed, None)],
+        SHARED: [Turn(result_of(ttft_s=1.0, gap_s=0.1), share) for share in (1.0, 0.25)],
+    }
+    _, _, failures, _, share = frontier_lines(1.0, results)
+    assert failures == "  2 requests failed"
+    assert share == "  of the long prompts' KV 25% came to the decode node, which computed the rest"
 
 
 def test_a_set_up_that_answers_nothing_of_a_kind_is_an_error() -> None:
