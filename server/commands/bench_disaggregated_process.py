@@ -67,17 +67,19 @@ class LoggedProcess:
         return (int(fields[_STAT_UTIME]) + int(fields[_STAT_STIME])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Ask it to end; kill it if it does not."""
-        self.popen.terminate()
+        """Ask it to end, by the end of its input if it has one; kill it if it does not."""
+        if self.popen.stdin is None:
+            self.popen.terminate()
+        else:
+            with suppress(BrokenPipeError):
+                self.popen.stdin.close()
         try:
             self.popen.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
 
 
 def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
