@@ -5,7 +5,8 @@ import asyncio
 import gc
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -65,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
     """
     check_output(args.output)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    # That a fixed number of bad drafts does not pay is what is measured.
-    logging.getLogger("server.scheduler.speculation_watch").setLevel(logging.ERROR)
     load = Load.of(args)
-    with given_settings(args) as settings:
+    with given_settings(args) as settings, _unadvised():
         configs = [_resolved(settings, text) for text in vars(args).get(SPECULATIVE_CONFIG, _DEFAULT_CONFIGS)]
         # Imports torch, which a wrong argument can do without.
         from server.commands.bench_speculation_proposer import measure_proposer
@@ -86,6 +85,18 @@ def run(args: argparse.Namespace) -> int:
             gc.collect()  # one model at a time
     write_report(report, args.output)
     return 0
+
+
+@contextmanager
+def _unadvised() -> Iterator[None]:
+    """Without a word of drafts that do not pay: that is what is measured."""
+    advice = logging.getLogger("server.scheduler.speculation_watch")
+    before = advice.level
+    advice.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        advice.setLevel(before)
 
 
 def _resolved(settings: Mapping[str, object], text: str) -> ResolvedConfig:

@@ -211,6 +211,7 @@ async def test_json_prints_every_event(
                     "decode_seconds": 3,
                     "time_to_first_token_seconds": 4,
                     "total_seconds": 5,
+                    "transfer_seconds": 0,
                 },
                 "speculation": {
                     "num_spec_steps": 1,

@@ -253,7 +253,7 @@ def test_a_registration_that_the_server_gave_up_is_renewed(
     lmcache_server: LMCacheProcess, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does so after silence, and then answers that there is nothing."""
-    monkeypatch.setattr("connectors.lmcache_link.secrets.randbits", lambda _: 7)
+    monkeypatch.setattr("connectors.lmcache.link.secrets.randbits", lambda _: 7)
     store = open_store(lmcache_server.port, clock)
     save(store, 1)
     lmcache_server.forget(7)

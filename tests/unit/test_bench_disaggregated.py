@@ -253,7 +253,7 @@ def test_a_summary_has_the_spread() -> None:
 
 
 def test_a_process_that_ends_is_explained_by_the_last_line_of_its_log(tmp_path: Path) -> None:
-    code = "import sys; print('loading'); sys.exit('no such model')"
+    code = "import sys; print('loading', flush=True); sys.exit('no such model')"
     process = LoggedProcess("budget 32", [sys.executable, "-c", code], tmp_path, [CORE])
     process.popen.wait()
     with pytest.raises(OutriderError, match=r"^budget 32 ended with exit code 1: no such model$"):
