@@ -25,7 +25,7 @@ class NgramConfig(ProposerConfig):
     def _lower_default_minimum(cls, values: dict[str, object]) -> dict[str, object]:
         """A maximum below the default minimum, given alone, is meant for both."""
         longest = values.get("prompt_lookup_max")
-        if "prompt_lookup_min" not in values and isinstance(longest, int) and longest < 3:
+        if "prompt_lookup_min" not in values and type(longest) is int and 1 <= longest < 3:
             return {**values, "prompt_lookup_min": longest}
         return values
 

@@ -72,6 +72,12 @@ class TestNgram:
         assert isinstance(config, NgramConfig)
         assert (config.prompt_lookup_min, config.prompt_lookup_max) == (2, 2)
 
+    @pytest.mark.parametrize("maximum", [0, -1, True])
+    def test_bad_maximum_alone_is_refused_by_its_own_name(self, maximum: object) -> None:
+        assert refusal({"prompt_lookup_max": maximum}) == (
+            f"speculative_config.prompt_lookup_max: must be an integer >= 1 and <= 64, got {maximum!r} (from argument)"
+        )
+
 
 class TestMethods:
     def test_unknown_names_list_the_known_and_the_nearest(self) -> None:
