@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, TypeVar, cast
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from proposers.config import ProposerConfig
 from proposers.registry import config_class
@@ -91,18 +91,17 @@ class PolicyConfig(Section):
         default=None, description="most drafts of a row by the least number of rows they hold for; instead of a policy"
     )
 
+    @field_validator("num_speculative_tokens_per_batch_size")
+    @classmethod
+    def _is_a_schedule(cls, schedule: dict[int, int] | None) -> dict[int, int] | None:
+        if schedule is None or (schedule and all(rows >= 1 and 0 <= k <= 32 for rows, k in schedule.items())):
+            return schedule
+        raise ValueError("must name at least one number of rows, from 1 on, and from 0 to 32 drafts for each")
+
     @model_validator(mode="after")
-    def _is_a_schedule(self) -> "PolicyConfig":
-        schedule = self.num_speculative_tokens_per_batch_size
-        if schedule is None:
-            return self
-        if "policy" in self.model_fields_set:
+    def _is_one_of_both(self) -> "PolicyConfig":
+        if self.num_speculative_tokens_per_batch_size is not None and "policy" in self.model_fields_set:
             raise ValueError("num_speculative_tokens_per_batch_size takes the place of policy: give one of the two")
-        if not schedule or any(rows < 1 or not 0 <= drafts <= 32 for rows, drafts in schedule.items()):
-            raise ValueError(
-                "num_speculative_tokens_per_batch_size must name at least one number of rows, from 1 on, "
-                f"and from 0 to 32 drafts for each, got {schedule}"
-            )
         return self
 
 
@@ -198,7 +197,8 @@ def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> Pr
         raise ConfigError(f"{prefix}method: {error}, got {quoted(method)} (from {source})") from error
     names = (*section.model_fields, *sorted(_shared_names()))
     if unknown := [name for name in items if name not in names]:
-        raise ConfigError(f"{prefix}{unknown[0]}: no such setting{did_you_mean(unknown[0], names)} (from {source})")
+        hint = did_you_mean(unknown[0], names)
+        raise ConfigError(f"{prefix}{unknown[0]}: no such setting of {method}{hint} (from {source})")
     given = {name: Given(item, source) for name, item in {**items, "method": method}.items()}
     return build_section(section, given, prefix=prefix)
 

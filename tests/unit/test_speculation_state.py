@@ -94,8 +94,8 @@ def test_members_by_their_place() -> None:
             SUFFIX,
             {"policy": {"num_speculative_tokens_per_batch_size": {0: 3}}},
             {
-                "num_speculative_tokens_per_batch_size": "num_speculative_tokens_per_batch_size must name at least one "
-                "number of rows, from 1 on, and from 0 to 32 drafts for each, got {0: 3}"
+                "num_speculative_tokens_per_batch_size": "must name at least one number of rows, from 1 on, "
+                "and from 0 to 32 drafts for each, got {0: 3}"
             },
         ),
         (NONE, {"enabled": True}, {"enabled": WITHOUT}),

@@ -50,7 +50,8 @@ def test_no_speculation(value: object) -> None:
 
 def test_unknown_key_points_at_the_nearest() -> None:
     assert refusal({"num_spec_tokens": 3}) == (
-        "speculative_config.num_spec_tokens: no such setting; did you mean num_speculative_tokens? (from argument)"
+        "speculative_config.num_spec_tokens: no such setting of ngram; "
+        "did you mean num_speculative_tokens? (from argument)"
     )
 
 
@@ -227,7 +228,7 @@ class TestAcceptance:
                 {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": float("nan")},
                 "synthetic_acceptance_length: must be a number, or none, got nan",
             ),
-            ({"rejection_sample_metod": "block"}, "no such setting; did you mean rejection_sample_method?"),
+            ({"rejection_sample_metod": "block"}, "no such setting of ngram; did you mean rejection_sample_method?"),
         ],
     )
     def test_refusals_name_field_and_limits(self, values: dict[str, object], words: str) -> None:
