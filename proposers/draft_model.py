@@ -12,6 +12,7 @@ from proposers.network import Features, KVShape
 from proposers.network_config import KVNetworkConfig
 from proposers.vocab_mapping import VocabularyMapping, check_same_vocabulary, map_vocabularies
 from server.config import ModelConfig
+from server.errors import ModelError
 from server.model.attention import AttentionStep, bind_kv
 from server.model.forward import run_model
 from server.model.fusion import can_pack, merge_linears, pack_linears
@@ -32,7 +33,10 @@ class DraftModelConfig(KVNetworkConfig):
         """Load the model. Raises: ConfigError, ModelError."""
         network = self.target_network(target)
         given = ModelConfig(model=self.model, revision=self.revision, trust_remote_code=network.trusts_code)
-        loaded = load_model(given, target.device, network.dtype)
+        try:
+            loaded = load_model(given, target.device, network.dtype)
+        except ModelError as error:
+            raise ModelError(f"draft model: {error}") from error
         kv_dtype = self.kv_dtype(target, loaded.model.dtype)
         return NetworkProposer(
             CausalNetwork(loaded, kv_dtype, self._mapping(loaded, target), runs_plain=network.runs_plain),

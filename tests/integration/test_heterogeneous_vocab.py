@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from server.errors import ConfigError
+from server.errors import ConfigError, ModelError
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import EngineUnderTest, engine_on
 from tests.fakes.tokenizers import sentencepiece_tokenizer
@@ -146,6 +146,15 @@ def test_another_vocabulary_is_refused_unless_asked_for(
 ) -> None:
     config = drafting(request.getfixturevalue(model), use_heterogeneous_vocab=False)
     with pytest.raises(ConfigError, match=message), engine_on(target, device_name, **config):
+        pass
+
+
+def test_a_draft_model_that_is_not_there_is_called_one(target: Path, tmp_path: Path, device_name: str) -> None:
+    config = drafting(tmp_path / "none", use_heterogeneous_vocab=False)
+    with (
+        pytest.raises(ModelError, match=r"^draft model: there is no folder or file .*none"),
+        engine_on(target, device_name, **config),
+    ):
         pass
 
 
