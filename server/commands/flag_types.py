@@ -104,8 +104,9 @@ def file_or_text(mark: str) -> Callable[[str], str]:
         try:
             return Path(text).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise argparse.ArgumentTypeError(
-                f"{text!r} cannot be read as a file ({error}), and is no text with {mark!r} in it"
+                f"{text!r} cannot be read as a file ({reason}), and is no text with {mark!r} in it"
             ) from None
 
     return parse
