@@ -79,7 +79,7 @@ def _build_core(config: Config) -> Core:
     logger.info("device %s (%s), dtype %s (%s)", device, why_device, str(dtype).removeprefix("torch."), why_dtype)
     num_threads = cpu_count() if device.type == "cpu" else torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    logger.info("%d threads", num_threads)
+    logger.info("%d thread%s", num_threads, "" if num_threads == 1 else "s")
     _check_budget(config)
     _log_if_never_compiled(config.model, device)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")

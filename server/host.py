@@ -28,11 +28,14 @@ _V1_MEMORY = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "tot
 
 
 def cpu_count(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Number of threads that can really run at once: the CPU affinity, cut by the cgroups' quota; at least 1."""
+    """Number of threads that may run at once: the CPU affinity, cut by the cgroups' quota and by OMP_NUM_THREADS."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(proc, cgroup)
     # Rounded down: one thread too many is throttled, and all others wait for it at the next barrier.
-    return available if quota is None else max(1, min(available, int(quota)))
+    usable = available if quota is None else max(1, min(available, int(quota)))
+    # Whoever runs several servers on one machine says so with this.
+    asked = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return min(usable, int(asked)) if asked.isdecimal() and int(asked) > 0 else usable
 
 
 def cpu_quota(proc: Path = PROC, cgroup: Path = CGROUP) -> float | None:

@@ -78,8 +78,19 @@ def test_memory_over_the_limit_leaves_nothing(proc: Path, cgroup: Path) -> None:
 def test_threads_follow_quota_and_affinity(
     quota: str, expected: int, proc: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2, 4, 6}, raising=False)
     write(cgroup / "cpu.max", f"{quota} 100000\n")
+    assert cpu_count(proc, cgroup) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("2", 2), ("9", 3), ("0", 3), ("", 3), ("2,1", 3)])
+def test_fewer_threads_may_be_asked_for(
+    asked: str, expected: int, proc: Path, cgroup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2, 4, 6}, raising=False)
+    write(cgroup / "cpu.max", "300000 100000\n")
     assert cpu_count(proc, cgroup) == expected
 
 
