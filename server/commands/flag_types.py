@@ -116,6 +116,7 @@ def target(text: str) -> str:
     """Where a server is; a port left out would be gRPC's guess, 443."""
     scheme, _, path = text.partition(":")
     host, _, port = text.rpartition(":")
-    if not (path if scheme == "unix" else host and port.isdecimal()):
+    is_address = host and scheme not in ("http", "https") and port.isdecimal() and 0 < int(port) < 65536
+    if not (path if scheme == "unix" else is_address):
         raise argparse.ArgumentTypeError(f"give HOST:PORT or unix:PATH, got {text!r}")
     return text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.flag_types import file_or_text
+from server.commands.flag_types import file_or_text, target
 
 
 def test_file_or_text_is_either(tmp_path: Path) -> None:
@@ -20,3 +20,16 @@ def test_a_missing_file_is_named_once() -> None:
     assert str(caught.value) == (
         "'no/such' cannot be read as a file (No such file or directory), and is no text with ':' in it"
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["a:1", "127.0.0.1:65535", "[::1]:50051", "unix:/run/outrider.sock", "dns:///a.svc:50051"]
+)
+def test_a_target_is_left_as_it_is(text: str) -> None:
+    assert target(text) == text
+
+
+@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:b", "a:0", "a:65536", "http://a:50051", "https://a:1", "unix:"])
+def test_what_is_no_target(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give HOST:PORT or unix:PATH, got "):
+        target(text)
