@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,11 @@ from server.commands.waiting import waiting_for
 from server.errors import ConfigError
 
 AnyGeneration = Generation | BlockingDisaggregatedGeneration
+
+_HANDED_ON = (
+    "the answer stops at its first token, as this node is of role prefill; "
+    "have a decode node go on with --prefill and --decode in place of --target"
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
             _print_json(generation, stop_waiting)
         else:
             _print_text(generation, stop_waiting, num_choices=args.n or 1)
+        if any(finished.finish_reason == "handed_on" for finished in generation.finished.values()):
+            print(f"outrider: {_HANDED_ON}", file=sys.stderr)
+            return 1
     return 0
 
 

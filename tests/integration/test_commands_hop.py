@@ -1,13 +1,17 @@
 """`outrider generate --prefill --decode`, and the blocking client under it."""
 
 import asyncio
+import dataclasses
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 
 from clients.disaggregated_sync import BlockingDisaggregatedClient
 from clients.errors import InvalidRequestError
 from server import cli
+from server.engine.protocol import StreamEvent
+from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
 from tests.integration.test_client_disaggregated import PROMPT, Nodes, expected, running_nodes, sharing, stopping_short
@@ -29,6 +33,22 @@ async def test_the_answer_of_two_nodes_is_printed(tokenizer: Tokenizer, capsys: 
         events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "delta", "finished"]
     assert events[-1]["finished"]["text"] == expected(3)
+
+
+async def test_a_prefill_node_alone_gives_no_whole_answer(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def handing_on(request: Request) -> AsyncIterator[StreamEvent]:
+        async for event in sharing(dataclasses.replace(request, hands_on=True)):
+            yield event
+
+    async with running_nodes(tokenizer, [handing_on], [sharing]) as nodes:
+        alone = ["generate", "--target", nodes.fronts[0].target, "--token-ids", IDS]
+        assert await asyncio.to_thread(cli.main, [*alone, "--max-tokens", "4"]) == 1
+        out, error = capsys.readouterr()
+        assert await asyncio.to_thread(cli.main, [*alone, "--max-tokens", "1"]) == 0
+    assert out == expected(1) + "\n"
+    assert "role prefill" in error
 
 
 async def test_the_first_failure_is_named(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
