@@ -37,6 +37,16 @@ class ConnectorChoice(Section):
         self._settings = read_section(section, self.kv_connector_extra_config, f"{path}{EXTRA_CONFIG}.")
         return self
 
+    @classmethod
+    def hint(cls, name: str, values: Mapping[str, object]) -> str:
+        """A connector's own setting has a mapping of its own to be in."""
+        path = values.get("kv_connector_module_path")
+        try:
+            section = config_class(str(values.get("kv_connector")), None if path is None else str(path))
+        except ConfigError:
+            return super().hint(name, values)
+        return f"; it goes into {EXTRA_CONFIG}" if name in section.model_fields else super().hint(name, values)
+
     @property
     def name(self) -> str:
         """The connector's name here, whatever name it was chosen by."""

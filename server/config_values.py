@@ -68,6 +68,11 @@ class Section(BaseModel):
             return None
         return {str(choice): choice for choice in choices(field)}.get(value, value)
 
+    @classmethod
+    def hint(cls, name: str, values: Mapping[str, object]) -> str:
+        """What to do about an unknown name among these values, as the end of a sentence; may be empty."""
+        return did_you_mean(name, cls.model_fields)
+
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -181,7 +186,7 @@ def _refusal(section: type[Section], values: Mapping[str, object], details: Erro
         return "", own_words
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
-        return name, f"no such setting{did_you_mean(name, section.model_fields)}"
+        return name, f"no such setting{section.hint(name, values)}"
     if details["type"] == "missing":
         return name, f"is missing, must be {accepted_values(section.model_fields[name])}"
     rule = own_words or f"must be {accepted_values(section.model_fields[name])}"

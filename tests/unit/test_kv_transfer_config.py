@@ -96,6 +96,10 @@ def test_a_printed_configuration_is_one_again(tmp_path: Path) -> None:
             "kv_transfer_config.kv_rol: no such setting; did you mean kv_role?",
         ),
         (
+            {"kv_connector": "SharedStorageConnector", "shared_storage_path": "/kv"},
+            "kv_transfer_config.shared_storage_path: no such setting; it goes into kv_connector_extra_config",
+        ),
+        (
             {"kv_connector": "null", "kv_role": "both"},
             "kv_transfer_config.kv_role: must be one of kv_producer, kv_consumer, kv_both, or none, got 'both'",
         ),
