@@ -20,6 +20,7 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.host_blocks import HostBlocks
+from connectors.rare_log import RareLog
 from connectors.store import BlockStore
 from connectors.threads import Threads
 from server.kv_handle import KVHandle
@@ -107,6 +108,7 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         self._loads: list[BlockLoad] = []
         self._saves: list[BlockSave] = []
         self._cancelled: list[int] = []
+        self._log = RareLog(logger, context.clock)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         """None until the store has answered; 0 if it did not in time."""
@@ -124,6 +126,8 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
             return None
         if lookup.num_found is not None:
             del self._lookups[request.seq_id]
+            if lookup.num_found == 0:
+                self._tell_if_promised(request, lookup.first_block)
             return max(0, lookup.first_block + lookup.num_found - first_block) * block_size
         if now >= lookup.until_s:
             self._patience.lose()
@@ -131,6 +135,19 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
             return None
         self._forget(request.seq_id)
         return 0
+
+    def _tell_if_promised(self, request: KVRequest, first_block: int) -> None:
+        """A store that lacks what another node says it has saved is perhaps another one, or asked for other blocks."""
+        source = request.source
+        if source is None or source.connector != self._context.name:
+            return
+        if source.num_tokens > first_block * self._context.block_size:
+            self._log.warning(
+                "handle",
+                "request %s is computed here: none of its KV is in the %s store of this node",
+                request.request_id,
+                self._context.name,
+            )
 
     def _forget(self, seq_id: int) -> bool:
         """Returns: whether something was asked for it."""

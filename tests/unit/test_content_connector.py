@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -19,6 +20,7 @@ from connectors.content import (
     content_connector,
     namespace,
 )
+from server.kv_handle import KVHandle
 from tests.fakes.core import Clock
 from tests.fakes.gated_store import TIMEOUT_S, GatedStore
 from tests.fakes.store_blocks import block_hash
@@ -116,6 +118,19 @@ def test_more_or_less_is_here_by_the_time_of_the_answer(node: Node) -> None:
     assert node.ask(request(2), 1) is None, "block 1 was not asked for"
     node.wait()
     assert node.ask(request(2), 1) == 0, "and is not there"
+
+
+def test_what_another_node_promised_and_is_not_there_is_told(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    def promised(seq_id: int, connector: str) -> KVRequest:
+        handle = KVHandle(connector, "e2", "", "", 4 * BLOCK_SIZE, (), BLOCK_SIZE, "f1")
+        return replace(request(seq_id), source=handle)
+
+    assert node.found(request(1)) == node.found(promised(2, "other")) == node.found(promised(3, "fake"), 4) == 0
+    node.keep(range(1))
+    assert node.found(promised(4, "fake")) == 1
+    assert not caplog.records
+    assert node.found(promised(5, "fake"), 1) == 0
+    assert "request r5 is computed here: none of its KV is in the fake store of this node" in caplog.text
 
 
 def test_a_node_that_only_saves_asks_for_nothing() -> None:
