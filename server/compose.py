@@ -186,6 +186,7 @@ def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> C
     given = config.kv_transfer
     if given is None:
         return None
+    logger.info("role %s, %s of connector %s", config.disaggregation.role, given.kv_role, given.name)
     return given.settings.build(
         ConnectorContext(
             name=given.name,

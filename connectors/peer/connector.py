@@ -185,6 +185,8 @@ class PeerWorker(ConnectorWorker[PeerMetadata]):
     def register_kv_caches(self, caches: KVCaches) -> None:
         """Serve these blocks, and load to them."""
         self._transport.start(caches, self._leases)
+        if self._transport.address:
+            logger.info("KV is served to other nodes at %s", self._transport.address)
 
     def start_load_kv(self, metadata: PeerMetadata) -> None:
         """Pass everything on to the transport."""

@@ -1,6 +1,7 @@
 """KV that another engine has computed: tokens are those of one engine, and nothing is computed twice."""
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,14 @@ def test_an_engine_that_stops_at_once_has_saved_its_blocks(model: Path, tmp_path
         engine.generate([prompt], params(max_tokens=1))
     with kv_engine(model, files(tmp_path)) as engine:
         assert engine.generate([prompt], params())[0].num_cached_tokens == num_full(prompt)
+
+
+def test_the_log_says_where_kv_goes(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    with engine_on(model, "cpu", kv_transfer_config={"kv_connector": "tcp"}, role="prefill"):
+        pass
+    assert "role prefill, kv_producer of connector tcp" in caplog.messages
+    assert re.search(r"KV is served to other nodes at 127\.0\.0\.1:\d+", caplog.text)
 
 
 def test_other_weights_share_nothing(model: Path, tmp_path: Path) -> None:
