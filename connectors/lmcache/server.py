@@ -60,7 +60,7 @@ class LMCacheServer:
         if self._is_closed or self._clock() < self._paused_until_s:
             return None
         if self._link is not None and not self._link.is_current():
-            logger.warning("the LMCache server at %s was started again", self._url)
+            logger.warning("the LMCache server at %s was stopped, or started again", self._url)
             self._drop()
         if self._link is None:
             self._link = LMCacheLink(self._url, self._timeout_s)
