@@ -161,8 +161,3 @@ class KVNode:
     def close(self) -> None:
         """End all threads."""
         self.worker.shutdown(10.0)
-
-
-def threads_of_connectors() -> list[str]:
-    """Those that run."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider-")]

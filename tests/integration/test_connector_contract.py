@@ -1,7 +1,6 @@
 """What every connector keeps to, seen through connectors.base alone; a new one is a line in CASES."""
 
 import hashlib
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from server.kv_handle import KVHandle
 from tests.fakes.connector_under_test import BLOCK_SIZE, FINGERPRINT, ConnectorUnderTest, connector_under_test
+from tests.fakes.thread_watch import no_thread_is_left
 
 HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(5)]
 OTHER_HASHES = [hashlib.sha256(bytes([i])).digest() for i in range(100, 105)]
@@ -271,19 +271,17 @@ def test_many_sequences_at_a_time(nodes: Nodes) -> None:
 
 def test_it_ends_with_work_under_way_and_twice(nodes: Nodes) -> None:
     """What was offered is saved in the time that there is; no thread is left."""
-    before = set(threading.enumerate())
-    here, there = nodes.start_both()
-    request = there.request(HASHES, hand_on(here))
-    if there.match(request):
-        there.load(request, TO)
-    for node in (here, there):
-        node.connector.worker.shutdown(10.0)
-        node.connector.worker.shutdown(0.0)
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    with no_thread_is_left():
+        here, there = nodes.start_both()
+        request = there.request(HASHES, hand_on(here))
+        if there.match(request):
+            there.load(request, TO)
+        for node in (here, there):
+            node.connector.worker.shutdown(10.0)
+            node.connector.worker.shutdown(0.0)
 
 
 def test_it_ends_unused(nodes: Nodes) -> None:
-    before = set(threading.enumerate())
-    node = nodes.start()
-    node.connector.worker.shutdown(0.0)
-    assert [thread.name for thread in threading.enumerate() if thread not in before] == []
+    with no_thread_is_left():
+        node = nodes.start()
+        node.connector.worker.shutdown(0.0)

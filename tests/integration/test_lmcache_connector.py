@@ -3,7 +3,6 @@
 import logging
 import random
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from server.request import SamplingParams
 from tests.fakes.engine_under_test import EngineUnderTest, Outcome, engine_on
 from tests.fakes.lmcache_process import LMCacheProcess
 from tests.fakes.store_blocks import BLOCK_NBYTES, NAMESPACE, block_hash, content, has, load, save
+from tests.fakes.thread_watch import no_thread_is_left
 from tests.tiny_model import build_tiny_model
 
 BLOCK_SIZE = 16
@@ -279,13 +279,12 @@ def test_threads_share_a_connection(store: LMCacheStore, lmcache_server: LMCache
 
 
 def test_it_ends_without_threads(lmcache_server: LMCacheProcess, clock: Clock) -> None:
-    before = set(threading.enumerate())
-    store = open_store(lmcache_server.port, clock)
-    save(store, 1)
-    store.close()
-    store.close()
-    assert not has(store, 1)
-    assert set(threading.enumerate()) <= before
+    with no_thread_is_left():
+        store = open_store(lmcache_server.port, clock)
+        save(store, 1)
+        store.close()
+        store.close()
+        assert not has(store, 1)
 
 
 def test_namespaces_are_apart(store: LMCacheStore) -> None:

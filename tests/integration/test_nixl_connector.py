@@ -19,8 +19,9 @@ from connectors.nixl.connector import NixlConfig
 from connectors.nixl.session import NixlSession
 from connectors.peer.leases import LeaseTable
 from server.errors import ConfigError
-from tests.fakes.kv_node import KVNode, threads_of_connectors
+from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
+from tests.fakes.thread_watch import no_thread_is_left
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -34,9 +35,8 @@ EVERYTHING = tuple(range(48))
 @pytest.fixture
 def nodes() -> Iterator[ExitStack]:
     """Closes what is entered; no thread is left."""
-    with ExitStack() as stack:
+    with no_thread_is_left(), ExitStack() as stack:
         yield stack
-    assert threads_of_connectors() == []
 
 
 def node(stack: ExitStack, **settings: Any) -> KVNode:

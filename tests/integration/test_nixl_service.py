@@ -22,7 +22,8 @@ from connectors.peer.leases import LEASE_NBYTES
 from protos.outrider.v1 import block_exchange_pb2 as pb
 from protos.outrider.v1.block_exchange_pb2_grpc import BlockExchangeStub
 from server.errors import ConfigError
-from tests.fakes.kv_node import KVNode, threads_of_connectors
+from tests.fakes.kv_node import KVNode
+from tests.fakes.thread_watch import no_thread_is_left
 
 pytestmark = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
@@ -32,9 +33,8 @@ UNKNOWN = "0" * 2 * LEASE_NBYTES
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    with ExitStack() as opened:
+    with no_thread_is_left(), ExitStack() as opened:
         yield opened
-    assert threads_of_connectors() == []
 
 
 @pytest.fixture

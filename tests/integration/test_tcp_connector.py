@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from server.kv_handle import KVHandle
-from tests.fakes.kv_node import KVNode, threads_of_connectors
+from tests.fakes.kv_node import KVNode
 from tests.fakes.relay import Relay
+from tests.fakes.thread_watch import no_thread_is_left
 
 Node = Callable[..., KVNode]
 LARGE = 1 << 14  # width of blocks of 1.5 MiB
@@ -25,10 +26,10 @@ def node() -> Iterator[Node]:
         nodes.append(KVNode(**{"engine_id": f"engine-{len(nodes)}", **settings}))  # type: ignore[arg-type]
         return nodes[-1]
 
-    yield make
-    for each in nodes:
-        each.close()
-    assert threads_of_connectors() == []
+    with no_thread_is_left():
+        yield make
+        for each in nodes:
+            each.close()
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import torch
 
 from connectors.tcp.messages import HEADER, MAX_KEPT, MAX_MESSAGE_NBYTES, Hello, Keep, Kind, Pull, Release, pack
 from server.kv_handle import KVHandle
-from tests.fakes.kv_node import KVNode, threads_of_connectors
+from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
 from tests.fakes.relay import Relay
+from tests.fakes.thread_watch import no_thread_is_left
 
 WIDTH = 1 << 14  # of blocks of 1.5 MiB
 NUM_BLOCKS = 24
@@ -30,25 +31,25 @@ def producer() -> Iterator[KVProcess]:
 
 @pytest.fixture
 def consumer() -> Iterator[KVNode]:
-    node = KVNode(
-        engine_id="consumer",
-        num_blocks=NUM_BLOCKS,
-        width=WIDTH,
-        transfer_timeout_seconds=1.5,
-        peer_timeout_seconds=0.5,
-    )
-    yield node
-    node.close()
-    assert threads_of_connectors() == []
+    with no_thread_is_left():
+        node = KVNode(
+            engine_id="consumer",
+            num_blocks=NUM_BLOCKS,
+            width=WIDTH,
+            transfer_timeout_seconds=1.5,
+            peer_timeout_seconds=0.5,
+        )
+        yield node
+        node.close()
 
 
 @pytest.fixture
 def local() -> Iterator[KVNode]:
     """A node in this process that waits for nobody."""
-    node = KVNode(engine_id="local", transfer_timeout_seconds=0.4)
-    yield node
-    node.close()
-    assert threads_of_connectors() == []
+    with no_thread_is_left():
+        node = KVNode(engine_id="local", transfer_timeout_seconds=0.4)
+        yield node
+        node.close()
 
 
 class Gate:
@@ -115,15 +116,15 @@ def test_a_node_that_hangs_keeps_nobody_else_waiting(producer: KVProcess, consum
 
 def test_a_reader_that_hangs_loses_its_lease() -> None:
     """Its socket takes no more bytes, and no sign of life comes."""
-    node = KVNode(engine_id="n", num_blocks=NUM_BLOCKS, width=WIDTH, peer_timeout_seconds=0.4)
-    node.fill()
-    handle = node.hand_on(*range(NUM_BLOCKS))
-    with connected(handle) as sock:
-        sock.sendall(pack(Hello("n")) + pack(Pull(handle.lease_id, 0, NUM_BLOCKS, 1, b"")))
-        sock.recv(1000)
-        node.wait_for_release(handle, timeout_s=5.0)
-    node.close()
-    assert threads_of_connectors() == []
+    with no_thread_is_left():
+        node = KVNode(engine_id="n", num_blocks=NUM_BLOCKS, width=WIDTH, peer_timeout_seconds=0.4)
+        node.fill()
+        handle = node.hand_on(*range(NUM_BLOCKS))
+        with connected(handle) as sock:
+            sock.sendall(pack(Hello("n")) + pack(Pull(handle.lease_id, 0, NUM_BLOCKS, 1, b"")))
+            sock.recv(1000)
+            node.wait_for_release(handle, timeout_s=5.0)
+        node.close()
 
 
 def connected(handle: KVHandle) -> socket.socket:

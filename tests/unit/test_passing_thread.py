@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from server.passing_thread import run_in_passing_thread
+from tests.fakes.thread_watch import no_thread_is_left
 
 
 def test_the_result_comes_back_and_the_thread_is_gone() -> None:
-    before = set(threading.enumerate())
-    assert run_in_passing_thread(lambda: threading.current_thread().name, "passing") == "passing"
-    assert set(threading.enumerate()) == before
+    with no_thread_is_left():
+        assert run_in_passing_thread(lambda: threading.current_thread().name, "passing") == "passing"
 
 
 def test_an_error_comes_back() -> None:
