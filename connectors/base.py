@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from connectors.save_failure import SaveFailure
 from server.kv_handle import KVHandle
 
 LOAD_TIMEOUT_S = 10.0
@@ -130,15 +131,17 @@ class Finished:
         complete: blocks of these loads that were filled in all groups.
         saved: blocks whose saves have ended, well or not.
         released: leases that nobody reads from any more.
+        save_failures: of saves that have ended and are not kept, one for each block and store.
     """
 
     loaded: tuple[int, ...] = ()
     complete: tuple[int, ...] = ()
     saved: tuple[int, ...] = ()
     released: tuple[str, ...] = ()
+    save_failures: tuple[SaveFailure, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.loaded or self.saved or self.released)
+        return bool(self.loaded or self.saved or self.released or self.save_failures)
 
     def joined(self, other: "Finished") -> "Finished":
         """What both have."""
@@ -147,6 +150,7 @@ class Finished:
             self.complete + other.complete,
             self.saved + other.saved,
             self.released + other.released,
+            self.save_failures + other.save_failures,
         )
 
 

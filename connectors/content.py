@@ -21,6 +21,7 @@ from connectors.base import (
 )
 from connectors.host_blocks import HostBlocks
 from connectors.rare_log import RareLog
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.threads import Threads
 from server.kv_handle import KVHandle
@@ -314,13 +315,22 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
 
     def _save(self, save: BlockSave) -> None:
         try:
-            for name, group, blocks in self._groups:
-                if group.is_whole(save.block_id):
-                    with blocks.reading(save.block_id) as data:
-                        self._store.save(name, save.block_hash, data)
+            failure = self._keep(save)
         except Exception:
             logger.exception("saving a block failed")
-        self._end(Finished(saved=(save.block_id,)), frozenset())
+            failure = SaveFailure.BROKEN
+        failures = () if failure is None else (failure,)
+        self._end(Finished(saved=(save.block_id,), save_failures=failures), frozenset())
+
+    def _keep(self, save: BlockSave) -> SaveFailure | None:
+        """Save all groups of a block, up to the first that the store does not keep."""
+        for name, group, blocks in self._groups:
+            if group.is_whole(save.block_id):
+                with blocks.reading(save.block_id) as data:
+                    failure = self._store.save(name, save.block_hash, data)
+                if failure is not None:
+                    return failure
+        return None
 
     def _end(self, finished: Finished, bad_blocks: frozenset[int]) -> None:
         self._ended.append((finished, bad_blocks))

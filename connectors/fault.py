@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, ValidationInfo, field_validator
 
 from connectors.choice import ConnectorChoice, read_choice
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.store_config import StoreConfig
 from server.config_values import path_of
@@ -69,10 +70,11 @@ class FaultStore:
         half[:] = bytes(half).translate(_INVERTED)
         return False
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """Nothing, if it fails."""
-        if not self._fails(self._config.save_failure_rate):
-            self._store.save(namespace, block_hash, data)
+        if self._fails(self._config.save_failure_rate):
+            return SaveFailure.UNAVAILABLE
+        return self._store.save(namespace, block_hash, data)
 
     def close(self) -> None:
         """Ends delays, too."""

@@ -1,5 +1,6 @@
 """Blocks as files of a folder, which may be on a mount that several machines share."""
 
+import errno
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from connectors.folder_budget import TEMPORARY_SUFFIX, FolderBudget
 from connectors.rare_log import RareLog
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.store_config import StoreConfig
 from connectors.wire import HEADER_NBYTES, find_fault, namespace_digest, pack_header
@@ -20,6 +22,7 @@ from server.errors import ConfigError
 
 RENEW_AFTER_S = 60.0
 """A file's time of use is renewed if it is older: with each use it would cost a write to the mount each time."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 logger = logging.getLogger(__name__)
 
@@ -103,18 +106,19 @@ class FilesystemStore:
             os.unlink(path)
         return False
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """Write a file, unless there is one of the right size, whose time of use is renewed instead."""
         path = self._path(namespace, block_hash)
         nbytes = HEADER_NBYTES + data.nbytes
         try:
             if _has(path, nbytes):
-                return
+                return None
             _write(path, [memoryview(pack_header(namespace, block_hash, data)), data])
         except OSError as error:
             self._log.warning("save", "blocks are not kept in %s: %s", self._root, error.strerror)
-            return
+            return SaveFailure.FULL if error.errno in _NO_ROOM else SaveFailure.UNAVAILABLE
         self._budget.wrote(nbytes)
+        return None
 
     def close(self) -> None:
         """Nothing is open."""

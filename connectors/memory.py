@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.store_config import StoreConfig
 from server.config_values import ByteCount
@@ -63,15 +64,15 @@ class MemoryStore:
         np.copyto(np.frombuffer(into, np.uint8), block)
         return True
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """One copy, into room that is made first; not kept if all of the room is taken by others being copied."""
         key = (namespace, block_hash)
         with self._lock:
             if key in self._blocks:
                 self._blocks.move_to_end(key)
-                return
+                return None
             if not self._make_room(data.nbytes):
-                return
+                return SaveFailure.FULL
             self._nbytes += data.nbytes
         block = np.frombuffer(data, np.uint8).copy()
         with self._lock:
@@ -79,6 +80,7 @@ class MemoryStore:
                 self._nbytes -= block.nbytes
             else:
                 self._blocks[key] = block
+        return None
 
     def close(self) -> None:
         """Drop everything."""

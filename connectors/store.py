@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from connectors.save_failure import SaveFailure
+
 
 class BlockStore(Protocol):
     """Blocks by namespace and hash; used from several threads at a time, each of which may wait for it.
@@ -21,8 +23,8 @@ class BlockStore(Protocol):
     def load(self, namespace: str, block_hash: bytes, into: memoryview) -> bool:
         """Fill a buffer of the block's size. Returns: False, and anything in it, if that was not possible."""
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
-        """Keep a block, unless it is there. Returns once others can find it."""
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
+        """Keep a block, unless it is there. Returns once others can find it: None, or why it is not kept."""
 
     def close(self) -> None:
         """Give up what the store holds open; no other call follows."""

@@ -65,7 +65,7 @@ def _wrong_in_choice(state: ChoiceState, request: Request, vocab_size: int) -> I
 
 
 def _wrong_in_handle(handle: KVHandle, prompt_len: int) -> Iterator[tuple[str, str]]:
-    for name in ("connector", "engine_id", "address", "lease_id", "fingerprint"):
+    for name in ("connector", "engine_id", "address", "lease_id", "fingerprint", "description"):
         text: str = getattr(handle, name)
         if len(text) > MAX_HANDLE_CHARS:
             yield name, f"at most {MAX_HANDLE_CHARS} characters, got {len(text)}"

@@ -15,7 +15,8 @@ class KVHandle:
         lease_id: names what is held; empty where nothing is.
         num_tokens: leading tokens of the prompt whose KV is there, whole blocks.
         block_ids: on the node that holds it. block_size: there.
-        fingerprint: of its target's group.
+        fingerprint: of its target's group. description: what that follows from, see server.kv_description; empty
+            if nobody said so.
     """
 
     connector: str
@@ -26,6 +27,7 @@ class KVHandle:
     block_ids: tuple[int, ...]
     block_size: int
     fingerprint: str
+    description: str = ""
 
 
 @dataclass(frozen=True, slots=True)

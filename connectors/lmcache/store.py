@@ -10,6 +10,7 @@ import numpy as np
 from connectors.lmcache.link import LMCacheLink
 from connectors.lmcache.server import LMCacheServer
 from connectors.rare_log import RareLog
+from connectors.save_failure import SaveFailure
 from connectors.wire import HEADER_NBYTES, find_fault, pack_header
 
 MOST_SPOILT = 1024
@@ -46,9 +47,9 @@ class LMCacheStore:
         """One copy, out of memory that the server shares."""
         return self._server.attempt(partial(self._load, namespace, block_hash, into), False)
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """One copy, into memory that the server shares."""
-        self._server.attempt(partial(self._save, namespace, block_hash, data), None)
+        return self._server.attempt(partial(self._save, namespace, block_hash, data), SaveFailure.UNAVAILABLE)
 
     def close(self) -> None:
         """Leave the server."""
@@ -75,12 +76,14 @@ class LMCacheStore:
                 del self._spoilt[next(iter(self._spoilt))]
         return False
 
-    def _save(self, namespace: str, block_hash: bytes, data: memoryview, link: LMCacheLink) -> None:
+    def _save(self, namespace: str, block_hash: bytes, data: memoryview, link: LMCacheLink) -> SaveFailure | None:
         link.register(namespace, self._nbytes[namespace])
         with link.writing(namespace, block_hash) as room:
-            if room is None:
-                return
-            room[:HEADER_NBYTES] = np.frombuffer(pack_header(namespace, block_hash, data), np.uint8)
-            np.copyto(room[HEADER_NBYTES:], np.frombuffer(data, np.uint8))
+            if room is not None:
+                room[:HEADER_NBYTES] = np.frombuffer(pack_header(namespace, block_hash, data), np.uint8)
+                np.copyto(room[HEADER_NBYTES:], np.frombuffer(data, np.uint8))
+        if room is None:  # it is there, or there is no room for it
+            return None if link.find(namespace, [block_hash]) else SaveFailure.FULL
         with self._spoilt_lock:
             self._spoilt.pop((namespace, block_hash), None)
+        return None

@@ -160,6 +160,8 @@ class EngineStatistics:
     external_loaded_tokens: int = 0
     num_failed_loads: int = 0
     num_unsaved_blocks: int = 0
+    save_failures: Mapping[str, int] = field(default_factory=dict)
+    num_unreadable_handles: int = 0
     num_held_blocks: int = 0
     speculation_advice: Mapping[str, str] = field(default_factory=dict)
 

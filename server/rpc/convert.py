@@ -131,6 +131,7 @@ def _kv_handle(message: pb.KvHandle) -> KVHandle:
         block_ids=tuple(message.block_ids),
         block_size=message.block_size,
         fingerprint=message.fingerprint,
+        description=message.description,
     )
 
 

@@ -26,6 +26,7 @@ class ExternalKV:
         counters: Counters,
     ) -> None:
         self._connector = connector
+        self._counters = counters
         next_id = count().__next__
         self.held = HeldBlocks(pool)
         self.loads = KVLoads(connector, pool, self.held, block_size, clock, next_id, counters)
@@ -47,6 +48,7 @@ class ExternalKV:
         """
         settled = [self.loads.settle(seq_id, bad_blocks) for seq_id in finished.loaded]
         self.saves.released(finished.released)
+        self._counters.save_failures.update(finished.save_failures)
         return self.saves.saved(finished.saved), [sequence for sequence in settled if sequence is not None]
 
     def end_overdue(self, now: float) -> tuple[SequenceOf[SequenceOutput], SequenceOf[Sequence]]:

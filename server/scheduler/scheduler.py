@@ -464,6 +464,8 @@ class Scheduler:
             external_loaded_tokens=counters.external_loaded_tokens,
             num_failed_loads=counters.num_failed_loads,
             num_unsaved_blocks=counters.num_unsaved_blocks,
+            save_failures={str(failure): count for failure, count in counters.save_failures.items()},
+            num_unreadable_handles=counters.num_unreadable_handles,
             num_held_blocks=0 if self.external is None else len(self.external.held),
             speculation_advice=self._watch.advice if self._drafts.is_on else {},
         )

@@ -1,9 +1,12 @@
 """What the scheduler counts."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
+
+from connectors.save_failure import SaveFailure
 
 
 class StepTime(NamedTuple):
@@ -29,6 +32,8 @@ class Counters:
             those that it brought.
         num_failed_loads: that brought less than they should, or nothing in time.
         num_unsaved_blocks: that were used for something else before it was their turn to be saved.
+        save_failures: blocks that a store did not keep, by why.
+        num_unreadable_handles: requests whose KV is where no connector of this node reads.
     """
 
     prefix_query_tokens: int = 0
@@ -45,6 +50,8 @@ class Counters:
     external_loaded_tokens: int = 0
     num_failed_loads: int = 0
     num_unsaved_blocks: int = 0
+    save_failures: Counter[SaveFailure] = field(default_factory=Counter)
+    num_unreadable_handles: int = 0
     _rows_drafted: list[int] = field(default_factory=lambda: [0])
     _rows_accepted: list[int] = field(default_factory=lambda: [0])
     _steps_by_limit: list[int] = field(default_factory=lambda: [0])

@@ -1,6 +1,6 @@
 """Gauges and counters read from the engine's own statistics when somebody collects."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -8,6 +8,7 @@ from server.engine.protocol import EngineStatistics
 
 _Read = Callable[[EngineStatistics], int | float]
 _ReadMany = Callable[[EngineStatistics], tuple[int, ...]]
+_ReadNamed = Callable[[EngineStatistics], Mapping[str, int]]
 _Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
@@ -70,6 +71,12 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
         "KV blocks that were used for something else before it was their turn to be saved.",
         lambda s: s.num_unsaved_blocks,
     ),
+    (
+        "outrider_unreadable_handles",
+        "{request}",
+        "Requests whose KV is said to be where no connector of this node reads.",
+        lambda s: s.num_unreadable_handles,
+    ),
     ("outrider_steps", "{step}", "Steps the worker has run.", lambda s: s.num_steps),
 )
 
@@ -98,6 +105,17 @@ _LIST_COUNTERS: tuple[tuple[str, str, str, str, _ReadMany], ...] = (
 )
 
 
+_NAMED_COUNTERS: tuple[tuple[str, str, str, str, _ReadNamed], ...] = (
+    (
+        "outrider_save_failures",
+        "{block}",
+        "reason",
+        "KV blocks that a store did not keep, by why; once for each store.",
+        lambda s: s.save_failures,
+    ),
+)
+
+
 def observe_engine(meter: Meter, statistics: Callable[[], EngineStatistics]) -> None:
     """Register every instrument; the step loop pays nothing for them.
 
@@ -110,6 +128,8 @@ def observe_engine(meter: Meter, statistics: Callable[[], EngineStatistics]) -> 
         meter.create_observable_counter(name, [_observe(statistics, read)], unit, description)
     for name, unit, attribute, description, read_many in _LIST_COUNTERS:
         meter.create_observable_counter(name, [_observe_list(statistics, attribute, read_many)], unit, description)
+    for name, unit, attribute, description, read_named in _NAMED_COUNTERS:
+        meter.create_observable_counter(name, [_observe_named(statistics, attribute, read_named)], unit, description)
     meter.create_observable_gauge(
         "outrider_speculation_advice",
         [_observe_advice(statistics)],
@@ -139,6 +159,14 @@ def _observe_list(statistics: Callable[[], EngineStatistics], attribute: str, re
     def callback(_options: CallbackOptions) -> Iterable[Observation]:
         for index, count in enumerate(read(statistics())):
             yield Observation(count, {attribute: index})
+
+    return callback
+
+
+def _observe_named(statistics: Callable[[], EngineStatistics], attribute: str, read_named: _ReadNamed) -> _Callback:
+    def callback(_options: CallbackOptions) -> Iterable[Observation]:
+        for name, count in read_named(statistics()).items():
+            yield Observation(count, {attribute: name})
 
     return callback
 

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Sequence
 
+from connectors.save_failure import SaveFailure
+
 TIMEOUT_S = 30.0
 
 
@@ -12,7 +14,7 @@ class GatedStore:
     Attributes:
         blocks: what there is. asked, loaded: hashes that `find` and `load` were called with, once they have begun.
         finding, loading, saving: gates, open to begin with.
-        breaks: whether what it does raises.
+        breaks: whether what it does raises. keeps: whether it has room.
     """
 
     def __init__(self) -> None:
@@ -21,6 +23,7 @@ class GatedStore:
         self.loaded: list[bytes] = []
         self.num_closed = 0
         self.breaks = False
+        self.keeps = True
         self.finding, self.loading, self.saving = threading.Event(), threading.Event(), threading.Event()
         self.begun = threading.Semaphore(0)
         self.open()
@@ -54,10 +57,13 @@ class GatedStore:
             into[:] = data
         return data is not None
 
-    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> None:
+    def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """Once the gate is open."""
         self._pass(self.saving)
+        if not self.keeps:
+            return SaveFailure.FULL
         self.blocks[namespace, block_hash] = bytes(data)
+        return None
 
     def close(self) -> None:
         """Counted."""

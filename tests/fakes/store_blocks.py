@@ -3,6 +3,7 @@
 import hashlib
 import random
 
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 
 BLOCK_NBYTES = 10_000
@@ -19,9 +20,9 @@ def content(number: int, nbytes: int = BLOCK_NBYTES) -> bytes:
     return random.Random(number).randbytes(nbytes)
 
 
-def save(store: BlockStore, number: int, namespace: str = NAMESPACE) -> None:
+def save(store: BlockStore, number: int, namespace: str = NAMESPACE) -> SaveFailure | None:
     """Keep the block."""
-    store.save(namespace, block_hash(number), memoryview(content(number)))
+    return store.save(namespace, block_hash(number), memoryview(content(number)))
 
 
 def load(store: BlockStore, number: int, namespace: str = NAMESPACE) -> bytes | None:

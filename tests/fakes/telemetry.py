@@ -33,6 +33,8 @@ STATISTICS = EngineStatistics(
     external_loaded_tokens=320,
     num_failed_loads=5,
     num_unsaved_blocks=6,
+    save_failures={"full": 8, "unavailable": 9},
+    num_unreadable_handles=10,
     num_held_blocks=7,
     speculation_advice={"slow_drafts": "change_method"},
 )

@@ -93,6 +93,7 @@ def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> No
         "outrider_external_loaded_tokens_total": 320,
         "outrider_failed_loads_total": 5,
         "outrider_unsaved_blocks_total": 6,
+        "outrider_unreadable_handles_total": 10,
         "outrider_held_blocks": 7,
         "outrider_telemetry_dropped_events_total": 0,
     }
@@ -103,6 +104,8 @@ def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> No
         assert samples["outrider_accepted_draft_tokens_total", label] == accepted
     steps = {dict(labels)["num_speculative_tokens"]: count for labels, count in labelled(samples, STEPS).items()}
     assert steps == {"0": 200, "1": 0, "2": 21, "3": 100}
+    failures = labelled(samples, "outrider_save_failures_total")
+    assert failures == {(("reason", "full"),): 8, (("reason", "unavailable"),): 9}
     advice = (("change", "change_method"), ("problem", "slow_drafts"))
     assert labelled(samples, "outrider_speculation_advice") == {advice: 1}
 

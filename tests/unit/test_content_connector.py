@@ -20,6 +20,7 @@ from connectors.content import (
     content_connector,
     namespace,
 )
+from connectors.save_failure import SaveFailure
 from server.kv_handle import KVHandle
 from tests.fakes.core import Clock
 from tests.fakes.gated_store import TIMEOUT_S, GatedStore
@@ -284,7 +285,15 @@ def test_a_save_that_raises_has_ended_all_the_same(node: Node, caplog: pytest.Lo
         node.scheduler.save([BlockSave(3, HASHES[0])])
         node.step()
         node.wait()
-    assert node.worker.get_finished() == Finished(saved=(3,))
+    assert node.worker.get_finished() == Finished(saved=(3,), save_failures=(SaveFailure.BROKEN,))
+
+
+def test_what_the_store_does_not_keep_is_reported_with_the_reason(node: Node) -> None:
+    node.store.keeps = False
+    node.scheduler.save([BlockSave(3, HASHES[0])])
+    node.step()
+    node.wait()
+    assert node.worker.get_finished() == Finished(saved=(3,), save_failures=(SaveFailure.FULL,))
 
 
 def test_a_prompt_is_handed_on_by_its_hashes() -> None:

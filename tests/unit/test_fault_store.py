@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from connectors.fault import FaultConfig
+from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from tests.fakes.store_blocks import BLOCK_NBYTES, NAMESPACE, block_hash, content, has, load, save
 
@@ -17,9 +18,8 @@ def faulty(**settings: Any) -> BlockStore:
     return FaultConfig.model_validate({"store": {"kv_connector": "memory"}, **settings}).open_store()
 
 
-def fill(store: BlockStore) -> None:
-    for number in range(NUM_BLOCKS):
-        store.save(NAMESPACE, block_hash(number), memoryview(content(number, SMALL)))
+def fill(store: BlockStore) -> list[SaveFailure | None]:
+    return [store.save(NAMESPACE, block_hash(i), memoryview(content(i, SMALL))) for i in range(NUM_BLOCKS)]
 
 
 def loads(store: BlockStore) -> list[bool]:
@@ -55,9 +55,10 @@ def test_a_failed_load_leaves_other_bytes_behind() -> None:
 
 def test_a_share_of_saves_is_not_kept() -> None:
     store = faulty(save_failure_rate=0.5)
-    fill(store)
+    failures = fill(store)
     kept = loads(store)
     assert kept.count(False) == pytest.approx(0.5 * NUM_BLOCKS, rel=0.2)
+    assert failures == [None if is_kept else SaveFailure.UNAVAILABLE for is_kept in kept]
 
 
 def test_a_share_of_look_ups_finds_too_little() -> None:

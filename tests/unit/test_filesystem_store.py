@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from connectors.filesystem import RENEW_AFTER_S, FilesystemConfig, FilesystemStore
+from connectors.save_failure import SaveFailure
 from connectors.wire import FORMAT_VERSION, HEADER_NBYTES, checksum, namespace_digest, pack_header
 from server.errors import ConfigError
 from tests.fakes.store_blocks import BLOCK_NBYTES, NAMESPACE, block_hash, content, has, load, save
@@ -138,11 +139,10 @@ def test_a_full_disk_keeps_nothing_and_says_so_once(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, failing, fail)
-        for number in range(3):
-            save(store, number)
+        assert [save(store, number) for number in range(3)] == [SaveFailure.FULL] * 3
     assert caplog.messages == [f"blocks are not kept in {tmp_path}: No space left on device"]
     assert all_files(tmp_path) == []
-    save(store, 1)
+    assert save(store, 1) is save(store, 1) is None
     assert load(store, 1) == content(1)
 
 
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_used_is_a_miss(
 ) -> None:
     """A file is in place of the namespace's folder, which not even root can look into."""
     (tmp_path / namespace_digest(NAMESPACE).hex()).write_text("")
-    save(store, 1)
+    assert save(store, 1) is SaveFailure.UNAVAILABLE
     assert not has(store, 1)
     assert load(store, 1) is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from connectors.base import Finished
+from connectors.save_failure import SaveFailure
 from server.engine.protocol import FinishReason
 from server.kv_handle import KVHandle
 from server.scheduler.kv_saves import HAND_ON_TIMEOUT_S
@@ -102,6 +103,13 @@ def test_blocks_that_are_used_again_before_their_turn_are_not_saved() -> None:
         saving.end_saves()
     assert saving.scheduler.counters.num_unsaved_blocks >= 6
     assert saving.pool.num_free == saving.pool.num_usable
+
+
+def test_blocks_that_are_not_kept_are_counted_by_the_reason() -> None:
+    saving = Saving()
+    failures = (SaveFailure.FULL, SaveFailure.UNAVAILABLE, SaveFailure.FULL)
+    saving.scheduler.update_transfers(Finished(save_failures=failures), frozenset())
+    assert saving.scheduler.statistics().save_failures == {"full": 2, "unavailable": 1}
 
 
 def test_who_hands_on_waits_until_all_blocks_are_saved() -> None:

@@ -20,6 +20,7 @@ LEAVES = (
     "connectors.choice",
     "connectors.config",
     "connectors.registry",
+    "connectors.save_failure",
     "proposers.base",
     "proposers.config",
     "proposers.registry",

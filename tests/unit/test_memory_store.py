@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connectors.memory import MemoryConfig, MemoryStore
+from connectors.save_failure import SaveFailure
 from tests.fakes.store_blocks import BLOCK_NBYTES, NAMESPACE, block_hash, content, has, load, save
 
 MAX_BYTES = 1000
@@ -30,7 +31,7 @@ class AgainstAList(RuleBasedStateMachine):
 
     @rule(namespace=st.sampled_from(NAMESPACES), number=NUMBERS)
     def save(self, namespace: str, number: int) -> None:
-        self.store.save(namespace, block_hash(number), memoryview(content(number, size_of(namespace))))
+        assert self.store.save(namespace, block_hash(number), memoryview(content(number, size_of(namespace)))) is None
         key = (namespace, number)
         if key in self.used:
             self.used.remove(key)
@@ -55,7 +56,8 @@ class AgainstAList(RuleBasedStateMachine):
 
     @rule()
     def save_what_never_fits(self) -> None:
-        self.store.save("large", block_hash(0), memoryview(bytes(MAX_BYTES + 1)))
+        failure = self.store.save("large", block_hash(0), memoryview(bytes(MAX_BYTES + 1)))
+        assert failure is SaveFailure.FULL
         assert self.store.find("large", [block_hash(0)]) == 0
 
     @invariant()

@@ -153,7 +153,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., hand_on: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ...) -> None: ...
 
 class KvHandle(_message.Message):
-    __slots__ = ("connector", "engine_id", "address", "lease_id", "num_tokens", "block_ids", "block_size", "fingerprint")
+    __slots__ = ("connector", "engine_id", "address", "lease_id", "num_tokens", "block_ids", "block_size", "fingerprint", "description")
     CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class KvHandle(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     connector: str
     engine_id: str
     address: str
@@ -170,7 +171,8 @@ class KvHandle(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
     fingerprint: str
-    def __init__(self, connector: _Optional[str] = ..., engine_id: _Optional[str] = ..., address: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    description: str
+    def __init__(self, connector: _Optional[str] = ..., engine_id: _Optional[str] = ..., address: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
 
 class ChoiceState(_message.Message):
     __slots__ = ("token_ids", "key", "delivered_tokens", "logprobs", "ended")
@@ -421,7 +423,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps", "draft_acceptance_rate", "steps_per_draft_limit", "draft_seconds", "num_draft_steps", "verify_seconds", "num_verify_steps", "speculation_advice", "external_queried_tokens", "external_loaded_tokens", "num_failed_loads", "num_unsaved_blocks", "num_held_blocks")
+    __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "prefix_query_tokens", "prefix_hit_tokens", "prompt_tokens", "generation_tokens", "num_preemptions", "draft_tokens_per_position", "accepted_tokens_per_position", "num_steps", "draft_acceptance_rate", "steps_per_draft_limit", "draft_seconds", "num_draft_steps", "verify_seconds", "num_verify_steps", "speculation_advice", "external_queried_tokens", "external_loaded_tokens", "num_failed_loads", "num_unsaved_blocks", "num_held_blocks", "save_failures", "num_unreadable_handles")
     class SpeculationAdviceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -429,6 +431,13 @@ class GetStatsResponse(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class SaveFailuresEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +462,8 @@ class GetStatsResponse(_message.Message):
     NUM_FAILED_LOADS_FIELD_NUMBER: _ClassVar[int]
     NUM_UNSAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNREADABLE_HANDLES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_blocks_total: int
@@ -477,4 +488,6 @@ class GetStatsResponse(_message.Message):
     num_failed_loads: int
     num_unsaved_blocks: int
     num_held_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., draft_acceptance_rate: _Optional[float] = ..., steps_per_draft_limit: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., num_draft_steps: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., speculation_advice: _Optional[_Mapping[str, str]] = ..., external_queried_tokens: _Optional[int] = ..., external_loaded_tokens: _Optional[int] = ..., num_failed_loads: _Optional[int] = ..., num_unsaved_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ...) -> None: ...
+    save_failures: _containers.ScalarMap[str, int]
+    num_unreadable_handles: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generation_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., draft_tokens_per_position: _Optional[_Iterable[int]] = ..., accepted_tokens_per_position: _Optional[_Iterable[int]] = ..., num_steps: _Optional[int] = ..., draft_acceptance_rate: _Optional[float] = ..., steps_per_draft_limit: _Optional[_Iterable[int]] = ..., draft_seconds: _Optional[float] = ..., num_draft_steps: _Optional[int] = ..., verify_seconds: _Optional[float] = ..., num_verify_steps: _Optional[int] = ..., speculation_advice: _Optional[_Mapping[str, str]] = ..., external_queried_tokens: _Optional[int] = ..., external_loaded_tokens: _Optional[int] = ..., num_failed_loads: _Optional[int] = ..., num_unsaved_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., save_failures: _Optional[_Mapping[str, int]] = ..., num_unreadable_handles: _Optional[int] = ...) -> None: ...
