@@ -1,7 +1,7 @@
 """What a proposer of draft tokens gets and gives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,25 @@ class Head(Protocol):
 
     def rows(self, token_ids: Tensor) -> "Head":
         """The head of a part of the vocabulary, [n] int64, with a copy of its weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutline:
+    """The model as its files describe it, before its weights are loaded.
+
+    Attributes:
+        config: of the language model. tokenizer: as transformers has it.
+        device, dtype: where it will be, and what it will compute in.
+        trusts_code: whether code of a model's own may be run.
+        digest: tells TargetModel's; reads all of the weights' files when it is first called.
+    """
+
+    config: "PreTrainedConfig"
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype
+    trusts_code: bool
+    digest: Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pydantic import Field
 from server.config_values import Section
 
 if TYPE_CHECKING:
-    from proposers.base import HostProposer, Proposer, TargetView
+    from proposers.base import HostProposer, Proposer, TargetOutline, TargetView
 
 
 class ProposerConfig(Section):
@@ -22,8 +22,19 @@ class ProposerConfig(Section):
     method: str = Field(min_length=1, description="the proposer's name, or module:Class of its settings")
     num_speculative_tokens: int = Field(default=5, ge=1, le=32, description="most draft tokens per step")
 
+    def check(self, target: "TargetOutline") -> None:
+        """Refuse what is known not to fit before the target's weights are loaded, which may take minutes.
+
+        Called once, in front of `build`.
+        Raises: as `build`.
+        """
+
     def build(self, target: "TargetView") -> "Proposer | HostProposer":
-        """The proposer for a target. Raises: ConfigError if it can not draft for this one."""
+        """The proposer for a target.
+
+        Raises: ConfigError, or ModelError for its files, if it can not draft for this one. A message about one setting
+            begins with the setting's name and a colon; whoever calls says where that was configured.
+        """
         raise NotImplementedError
 
 

@@ -1,23 +1,25 @@
 """A smaller language model that drafts."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from proposers.base import TargetView
+from proposers.base import TargetOutline, TargetView
 from proposers.drafting import NetworkProposer
 from proposers.network import Features, KVShape
 from proposers.network_config import KVNetworkConfig
-from proposers.vocab_mapping import VocabularyMapping, check_same_vocabulary, map_vocabularies
+from proposers.vocab_mapping import VocabularyMapping, check_same_vocabulary, check_shared_tokens, map_vocabularies
 from server.config import ModelConfig
 from server.errors import ModelError
 from server.model.attention import AttentionStep, bind_kv
 from server.model.forward import run_model
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
-from server.model.loader import LoadedModel, load_model
+from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
 
 
 class DraftModelConfig(KVNetworkConfig):
@@ -29,14 +31,23 @@ class DraftModelConfig(KVNetworkConfig):
         default=False, description="draft with the tokens that the model's tokenizer and the target's have in common"
     )
 
+    def check(self, target: TargetOutline) -> None:
+        """Fetch the model, and see that it can be served and writes in the target's tokens.
+
+        Raises: ConfigError, ModelError.
+        """
+        super().check(target)
+        with _named():
+            files = self._find(target.device, target.dtype, trusts_code=target.trusts_code)
+        check = check_shared_tokens if self.use_heterogeneous_vocab else check_same_vocabulary
+        check(target.tokenizer, files.tokenizer, target.config.vocab_size, files.config.vocab_size)
+
     def build(self, target: TargetView) -> NetworkProposer:
         """Load the model. Raises: ConfigError, ModelError."""
         network = self.target_network(target)
-        given = ModelConfig(model=self.model, revision=self.revision, trust_remote_code=network.trusts_code)
-        try:
-            loaded = load_model(given, target.device, network.dtype)
-        except ModelError as error:
-            raise ModelError(f"draft model: {error}") from error
+        with _named():
+            files = self._find(target.device, network.dtype, trusts_code=network.trusts_code)
+            loaded = load_files(files, target.device, network.dtype)
         kv_dtype = self.kv_dtype(target, loaded.model.dtype)
         return NetworkProposer(
             CausalNetwork(loaded, kv_dtype, self._mapping(loaded, target), runs_plain=network.runs_plain),
@@ -45,6 +56,10 @@ class DraftModelConfig(KVNetworkConfig):
             is_sampled=self.is_sampled,
             max_num_tokens=self.max_model_len,
         )
+
+    def _find(self, device: torch.device, dtype: torch.dtype, *, trusts_code: bool) -> ModelFiles:
+        given = ModelConfig(model=self.model, revision=self.revision, trust_remote_code=trusts_code)
+        return find_model(given, device, dtype)
 
     def _mapping(self, loaded: LoadedModel, target: TargetView) -> VocabularyMapping | None:
         """None where ids mean the same in both models. Raises: ConfigError."""
@@ -55,6 +70,15 @@ class DraftModelConfig(KVNetworkConfig):
         if loaded.vocab_size == target.vocab_size:
             return None
         return VocabularyMapping.of_equal_ids(target.vocab_size, loaded.vocab_size)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Let what is wrong with the model say whose model it is."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"model: {error}") from error
 
 
 class CausalNetwork:

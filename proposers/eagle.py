@@ -3,31 +3,38 @@
 Source: Li et al. 2024, arXiv:2401.15077; Li et al. 2025, arXiv:2503.01840.
 """
 
+from typing import ClassVar
+
 from pydantic import Field
 
-from proposers.base import TargetView
+from proposers.base import TargetOutline, TargetView
 from proposers.drafting import NetworkProposer
 from proposers.eagle_checkpoint import Kind, eagle_head
-from proposers.eagle_network import EagleNetwork
+from proposers.eagle_network import EagleNetwork, check_weights
 from proposers.head_config import HeadConfig
 from proposers.network_config import KVNetworkConfig
 
 
 class EagleConfig(HeadConfig, KVNetworkConfig):
-    """Settings of an EAGLE head."""
+    """Settings of an EAGLE head. Attributes: kind: of head."""
+
+    kind: ClassVar[Kind] = "eagle"
 
     disable_eagle_block_drop: bool = Field(
         default=False, description="without effect: a prefix hit never loses a block to this drafter"
     )
 
+    def check(self, target: TargetOutline) -> None:
+        """Read the head, and see that it is one for this target. Raises: ConfigError, ModelError."""
+        super().check(target)
+        check_weights(eagle_head(self.checkpoint(target.digest), target, self.kind), target.config.hidden_size)
+
     def build(self, target: TargetView) -> NetworkProposer:
         """Load the head. Raises: ConfigError, ModelError."""
-        return self._build(target, "eagle")
-
-    def _build(self, target: TargetView, kind: Kind) -> NetworkProposer:
         model = self.target_network(target)
         kv_dtype = self.kv_dtype(target, model.dtype)
-        network = EagleNetwork(eagle_head(self.checkpoint(model), model, kind), model, target.device, kv_dtype)
+        head = eagle_head(self.checkpoint(lambda: model.digest), model, self.kind)
+        network = EagleNetwork(head, model, target.device, kv_dtype)
         return NetworkProposer(
             network,
             target,
@@ -41,6 +48,4 @@ class EagleConfig(HeadConfig, KVNetworkConfig):
 class Eagle3Config(EagleConfig):
     """Settings of an EAGLE-3 head."""
 
-    def build(self, target: TargetView) -> NetworkProposer:
-        """Load the head. Raises: ConfigError, ModelError."""
-        return self._build(target, "eagle3")
+    kind: ClassVar[Kind] = "eagle3"

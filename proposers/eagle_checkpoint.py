@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from proposers.base import TargetModel
+from proposers.base import TargetModel, TargetOutline
 from proposers.checkpoint import Checkpoint, check_size
 from proposers.decoder_kinds import layer_config
 from server.errors import ModelError
@@ -65,7 +65,7 @@ class EagleHead:
         return self.config.vocab_size if self.to_target is None else len(self.to_target)
 
 
-def eagle_head(checkpoint: Checkpoint, target: TargetModel, kind: Kind) -> EagleHead:
+def eagle_head(checkpoint: Checkpoint, target: TargetModel | TargetOutline, kind: Kind) -> EagleHead:
     """Understand a checkpoint. Raises: ModelError if it is of another kind, or was made for another target."""
     folder, config = checkpoint.folder, checkpoint.config
     tensors = {_canonical(name): tensor for name, tensor in checkpoint.tensors.items()}

@@ -50,9 +50,7 @@ class EagleNetwork:
         self.to_target = None if head.to_target is None else head.to_target.to(device)
         self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype)
         config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
-        with torch.device("meta"):
-            layers = EagleLayers if head.kind == "eagle" else Eagle3Layers
-            self._layers = layers(head, target.config.hidden_size).eval()
+        self._layers = _empty_layers(head, target.config.hidden_size).eval()
         own = _load(head, self._layers, device, target.dtype)
         self._rotary = kind_of(config).rotary(config).to(device)
         is_packed = can_pack(device) and not target.runs_plain
@@ -105,14 +103,35 @@ def _head_dim(config: PreTrainedConfig) -> int:
     return head_dim
 
 
-def _load(head: EagleHead, layers: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Give the layers their weights. Returns: the others, embedding and output projection, if there are any."""
+def check_weights(head: EagleHead, target_hidden_size: int) -> None:
+    """See that a head has all weights that its configuration calls for, in their shapes, and no others.
+
+    Raises: ModelError.
+    """
+    _check_names(head, _empty_layers(head, target_hidden_size))
+    for name in (_EMBEDDING, _OUTPUT):
+        if name not in head.tensors:
+            _check_shareable(head, name, target_hidden_size)
+
+
+def _empty_layers(head: EagleHead, target_hidden_size: int) -> EagleLayers | Eagle3Layers:
+    kind = EagleLayers if head.kind == "eagle" else Eagle3Layers
+    with torch.device("meta"):
+        return kind(head, target_hidden_size)
+
+
+def _check_names(head: EagleHead, layers: nn.Module) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in layers.state_dict().items()}
     sizes = {_EMBEDDING: head.config.vocab_size, _OUTPUT: head.vocab_size}
     optional = {name: (rows, head.config.hidden_size) for name, rows in sizes.items() if name in head.tensors}
     check_names(head.folder, expected | optional, head.tensors)
+
+
+def _load(head: EagleHead, layers: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Give the layers their weights. Returns: the others, embedding and output projection, if there are any."""
+    _check_names(head, layers)
     placed = {name: tensor.to(device, dtype) for name, tensor in head.tensors.items()}
-    layers.load_state_dict({name: placed.pop(name) for name in expected}, assign=True)
+    layers.load_state_dict({name: placed.pop(name) for name in layers.state_dict()}, assign=True)
     layers.requires_grad_(requires_grad=False)
     return placed
 
@@ -120,7 +139,7 @@ def _load(head: EagleHead, layers: nn.Module, device: torch.device, dtype: torch
 def _embedding(head: EagleHead, own: Tensor | None, target: TargetModel) -> Tensor:
     shared: Tensor = target.model.get_input_embeddings().weight
     if own is None:
-        _check_shareable(head, _EMBEDDING, shared)
+        _check_shareable(head, _EMBEDDING, shared.shape[1])
         return shared
     # Many heads bring a copy of the target's.
     return shared if own.shape == shared.shape and torch.equal(own, shared) else own
@@ -131,13 +150,13 @@ def _output(
 ) -> Head:
     if own is not None:
         return LMHead.of_weight(own, is_packed=is_packed)
-    _check_shareable(head, _OUTPUT, target.head.weight)
+    _check_shareable(head, _OUTPUT, target.head.weight.shape[1])
     return target.head if to_target is None else target.head.rows(to_target)
 
 
-def _check_shareable(head: EagleHead, name: str, shared: Tensor) -> None:
-    if shared.shape[1] != head.config.hidden_size:
+def _check_shareable(head: EagleHead, name: str, target_size: int) -> None:
+    if target_size != head.config.hidden_size:
         raise ModelError(
             f"{head.folder} lacks {name}, and the target's can not take its place: the hidden size is "
-            f"{head.config.hidden_size} there and {shared.shape[1]} here"
+            f"{head.config.hidden_size} there and {target_size} here"
         )

@@ -1,12 +1,13 @@
 """What the settings of heads on the target's hidden states have in common; names are vLLM's."""
 
+from collections.abc import Callable
+
 from pydantic import Field
 
-from proposers.base import TargetModel
 from proposers.checkpoint import Checkpoint, read_checkpoint
 from proposers.network_config import NetworkConfig
 from proposers.shipped import shipped_head
-from server.errors import ConfigError
+from server.errors import ConfigError, ModelError
 
 
 class HeadConfig(NetworkConfig):
@@ -17,10 +18,16 @@ class HeadConfig(NetworkConfig):
     )
     revision: str | None = Field(default=None, description="branch, tag or commit of a Hugging Face repository")
 
-    def checkpoint(self, target: TargetModel) -> Checkpoint:
-        """The head's files. Raises: ConfigError, ModelError."""
-        if self.model is not None:
-            return read_checkpoint(self.model, self.revision)
-        if self.revision is not None:
-            raise ConfigError("speculative_config.revision: is of a Hugging Face repository; name it as model")
-        return read_checkpoint(str(shipped_head(self.method, target.digest)))
+    def checkpoint(self, target_digest: Callable[[], str]) -> Checkpoint:
+        """The head's files.
+
+        Args: target_digest: see TargetOutline.
+        Raises: ConfigError, ModelError.
+        """
+        if self.model is None and self.revision is not None:
+            raise ConfigError("revision: is of a Hugging Face repository; name it as model")
+        model = str(shipped_head(self.method, target_digest)) if self.model is None else self.model
+        try:
+            return read_checkpoint(model, self.revision)
+        except ModelError as error:
+            raise ModelError(f"model: {error}") from error

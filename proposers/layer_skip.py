@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetModel, TargetView
+from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetModel, TargetOutline, TargetView
 from proposers.draft_chain import DraftChain
 from proposers.network import BatchMemory
 from proposers.network_config import NetworkConfig
@@ -25,16 +25,18 @@ class LayerSkipConfig(NetworkConfig):
 
     num_layers: int = Field(ge=1, description="decoder layers of the target that draft, from the first on")
 
-    def build(self, target: TargetView) -> "LayerSkipProposer":
-        """Any target will do that runs its layers in a loop. Raises: ConfigError."""
-        network = self.target_network(target)
-        most = network.config.num_hidden_layers - 1
+    def check(self, target: TargetOutline) -> None:
+        """The target has more layers. Raises: ConfigError."""
+        super().check(target)
+        most = target.config.num_hidden_layers - 1
         if self.num_layers > most:
             raise ConfigError(
-                f"speculative_config.num_layers: must be from 1 to {most}, as the target has {most + 1} layers, "
-                f"got {self.num_layers}"
+                f"num_layers: must be from 1 to {most}, as the target has {most + 1} layers, got {self.num_layers}"
             )
-        return LayerSkipProposer(FirstLayers(network, self.num_layers), target, self)
+
+    def build(self, target: TargetView) -> "LayerSkipProposer":
+        """Any target will do that runs its layers in a loop. Raises: ConfigError."""
+        return LayerSkipProposer(FirstLayers(self.target_network(target), self.num_layers), target, self)
 
 
 class FirstLayers:

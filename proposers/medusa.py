@@ -6,27 +6,31 @@ Source: Cai et al. 2024, arXiv:2401.10774.
 import torch
 from torch import Tensor
 
-from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetView
+from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetOutline, TargetView
 from proposers.draft_sampling import draw
 from proposers.head_config import HeadConfig
-from proposers.medusa_heads import MedusaHeads, medusa_heads
+from proposers.medusa_heads import MedusaHeads, medusa_heads, medusa_weights
 from server.errors import ConfigError
 
 
 class MedusaConfig(HeadConfig):
     """Settings of Medusa heads."""
 
+    def check(self, target: TargetOutline) -> None:
+        """Read the heads; they are for this target, and as many as drafts. Raises: ConfigError, ModelError."""
+        super().check(target)
+        checkpoint = self.checkpoint(target.digest)
+        num_heads = medusa_weights(checkpoint, target).num_heads
+        if self.num_speculative_tokens > num_heads:
+            raise ConfigError(
+                f"num_speculative_tokens: must be at most {num_heads}, the number of heads in {checkpoint.folder}, "
+                f"got {self.num_speculative_tokens}"
+            )
+
     def build(self, target: TargetView) -> "MedusaProposer":
         """Load the heads. Raises: ConfigError, ModelError."""
         model = self.target_network(target)
-        checkpoint = self.checkpoint(model)
-        heads = medusa_heads(checkpoint, model, target.device)
-        if self.num_speculative_tokens > heads.num_heads:
-            raise ConfigError(
-                f"speculative_config.num_speculative_tokens: must be at most {heads.num_heads}, the number of heads in "
-                f"{checkpoint.folder}, got {self.num_speculative_tokens}"
-            )
-        return MedusaProposer(self, heads, target)
+        return MedusaProposer(self, medusa_heads(self.checkpoint(lambda: model.digest), model, target.device), target)
 
 
 class MedusaProposer:

@@ -5,12 +5,13 @@ Source: Cai et al. 2024, arXiv:2401.10774.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from proposers.base import Head, TargetModel
+from proposers.base import Head, TargetModel, TargetOutline
 from proposers.checkpoint import Checkpoint, check_names, check_size
 from server.errors import ModelError
 from server.kernels import cpu_linear
@@ -61,7 +62,24 @@ class MedusaHeads:
         return hidden
 
 
-def medusa_heads(checkpoint: Checkpoint, target: TargetModel, device: torch.device) -> MedusaHeads:
+@dataclass(frozen=True, slots=True)
+class MedusaWeights:
+    """Heads that fit their target.
+
+    Attributes:
+        tensors: by vLLM's names. outputs: those of the output projections: of each head, one for all, or none.
+        num_layers: blocks of each head.
+        to_target: [their vocabulary] int64, the target's id of each token; None where they are the same.
+    """
+
+    tensors: Mapping[str, Tensor]
+    outputs: Sequence[str]
+    num_heads: int
+    num_layers: int
+    to_target: Tensor | None
+
+
+def medusa_weights(checkpoint: Checkpoint, target: TargetModel | TargetOutline) -> MedusaWeights:
     """Understand a checkpoint. As many heads are taken as it has weights of, whatever its configuration says.
 
     Without an output projection of its own it takes the target's; with a token_map only the tokens in it.
@@ -73,7 +91,7 @@ def medusa_heads(checkpoint: Checkpoint, target: TargetModel, device: torch.devi
     check_size(folder, "hidden size", config.get("hidden_size", hidden_size), hidden_size)
     check_size(folder, "vocabulary", config.get("vocab_size", vocab_size), vocab_size)
     known = tensors.pop("token_map", None)
-    to_target = None if known is None else _checked_map(checkpoint, known, vocab_size).to(device)
+    to_target = None if known is None else _checked_map(checkpoint, known, vocab_size)
     places = [tuple(map(int, match.groups()[:2])) for match in map(_BLOCK.match, tensors) if match]
     if not places:
         raise ModelError(f"{folder} has no Medusa heads: its weights are called {', '.join(sorted(tensors)[:3])}")
@@ -87,15 +105,21 @@ def medusa_heads(checkpoint: Checkpoint, target: TargetModel, device: torch.devi
             if f"{name}.bias" in tensors:
                 expected[f"{name}.bias"] = (hidden_size,)
     if to_target is not None:
-        tensors |= {name: tensors[name][to_target.cpu()] for name in outputs if len(tensors[name]) == vocab_size}
+        tensors |= {name: tensors[name][to_target] for name in outputs if len(tensors[name]) == vocab_size}
     rows = vocab_size if to_target is None else len(to_target)
     check_names(folder, expected | dict.fromkeys(outputs, (rows, hidden_size)), tensors)
+    return MedusaWeights(tensors, outputs, num_heads, num_layers, to_target)
 
+
+def medusa_heads(checkpoint: Checkpoint, target: TargetModel, device: torch.device) -> MedusaHeads:
+    """Load a checkpoint, see medusa_weights. Raises: ModelError."""
+    weights = medusa_weights(checkpoint, target)
     is_packed = can_pack(device) and not target.runs_plain
-    placed = {name: tensor.to(device, target.dtype) for name, tensor in tensors.items()}
+    placed = {name: tensor.to(device, target.dtype) for name, tensor in weights.tensors.items()}
+    to_target = None if weights.to_target is None else weights.to_target.to(device)
     make = _linear_maker(is_packed=is_packed)
-    blocks = [_block(placed, head, num_layers, make) for head in range(num_heads)]
-    projections: list[Head] = [LMHead.of_weight(placed[name], is_packed=is_packed) for name in outputs]
+    blocks = [_block(placed, head, weights.num_layers, make) for head in range(weights.num_heads)]
+    projections: list[Head] = [LMHead.of_weight(placed[name], is_packed=is_packed) for name in weights.outputs]
     return MedusaHeads(blocks, projections or [_target_output(target, to_target)], to_target)
 
 

@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from proposers.base import TargetModel, TargetView
+from proposers.base import TargetModel, TargetOutline, TargetView
 from proposers.config import ProposerConfig
 from server.config import KVCacheDtype
 from server.errors import ConfigError
@@ -34,15 +34,18 @@ class NetworkConfig(ProposerConfig):
         """Whether drafts are drawn."""
         return self.draft_sample_method == "probabilistic"
 
-    def target_network(self, target: TargetView) -> TargetModel:
-        """The target, once the settings are seen to fit it. Raises: ConfigError."""
-        if target.network is None:
-            raise ConfigError(f"speculative_config.method: {self.method} needs the target in this process")
+    def check(self, target: TargetOutline) -> None:
+        """There is one device. Raises: ConfigError."""
         if self.draft_tensor_parallel_size not in (None, 1):
             raise ConfigError(
-                "speculative_config.draft_tensor_parallel_size: must be 1, as the model runs on one device, "
+                "draft_tensor_parallel_size: must be 1, as the model runs on one device, "
                 f"got {self.draft_tensor_parallel_size}"
             )
+
+    def target_network(self, target: TargetView) -> TargetModel:
+        """The target. Raises: ConfigError if it is not at hand."""
+        if target.network is None:
+            raise ConfigError(f"method: {self.method} needs the target in this process")
         return target.network
 
 
@@ -53,6 +56,11 @@ class KVNetworkConfig(NetworkConfig):
         default="auto", description="type of the K and V that the network keeps; auto is the type it computes in"
     )
 
-    def kv_dtype(self, target: TargetView, dtype: torch.dtype) -> torch.dtype:
+    def check(self, target: TargetOutline) -> None:
+        """There is one device, and it knows the type of K and V. Raises: ConfigError."""
+        super().check(target)
+        self.kv_dtype(target, target.dtype)
+
+    def kv_dtype(self, target: TargetOutline | TargetView, dtype: torch.dtype) -> torch.dtype:
         """What K and V of a network computed in `dtype` are kept in. Raises: ConfigError."""
-        return choose_kv_dtype(self.kv_cache_dtype, target.device, dtype, "speculative_config.kv_cache_dtype")
+        return choose_kv_dtype(self.kv_cache_dtype, target.device, dtype, "kv_cache_dtype")

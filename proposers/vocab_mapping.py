@@ -17,7 +17,7 @@ from server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SETTING = "speculative_config.use_heterogeneous_vocab"
+SETTING = "use_heterogeneous_vocab"
 LEAST_SHARE = 0.1
 """Of the draft's tokens; where the target knows fewer, most of what the draft would say is lost."""
 _ROLES = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -65,15 +65,21 @@ def map_vocabularies(
     Raises: ConfigError for tokenizers that are not transformers' fast ones, and where no token is shared.
     """
     target, draft = _Vocabulary(target_tokenizer, target_size), _Vocabulary(draft_tokenizer, draft_size)
-    pairs = _pair_controls(target, draft)
-    own, other = target.ids_by_text(), draft.ids_by_text()
-    pairs.update((token_id, other[text]) for text, token_id in own.items() if text in other)
+    pairs = _pairs(target, draft)
     mapping = VocabularyMapping(
         to_target=_table(((twin, token_id) for token_id, twin in pairs.items()), draft_size),
-        input_ids=_input_ids(target, draft, pairs, other),
+        input_ids=_input_ids(target, draft, pairs),
     )
     _report(mapping, target, draft)
     return mapping
+
+
+def check_shared_tokens(target_tokenizer: Any, draft_tokenizer: Any, target_size: int, draft_size: int) -> None:
+    """See that two vocabularies can be intersected, and have a token in common.
+
+    Raises: ConfigError.
+    """
+    _pairs(_Vocabulary(target_tokenizer, target_size), _Vocabulary(draft_tokenizer, draft_size))
 
 
 def check_same_vocabulary(target_tokenizer: Any, draft_tokenizer: Any, target_size: int, draft_size: int) -> None:
@@ -95,7 +101,7 @@ def check_same_vocabulary(target_tokenizer: Any, draft_tokenizer: Any, target_si
     else:
         difference = "without two tokenizers there is nothing else to go by"
     raise ConfigError(
-        f"the draft model has another vocabulary (of {draft_size}, {len(other)} of them tokens) than the target (of "
+        f"model: has another vocabulary (of {draft_size}, {len(other)} of them tokens) than the target (of "
         f"{target_size}, {len(own)} of them tokens): {difference}; take a draft model of the target's family, or set "
         f"{SETTING}"
     )
@@ -141,6 +147,19 @@ def _name(tokens: Mapping[int, str], token_id: int) -> str:
     return repr(tokens[token_id]) if token_id in tokens else "none"
 
 
+def _pairs(target: _Vocabulary, draft: _Vocabulary) -> dict[int, int]:
+    """The draft's id of each token that both have, by the target's. Raises: ConfigError if there is none."""
+    pairs = _pair_controls(target, draft)
+    own, other = target.ids_by_text(), draft.ids_by_text()
+    pairs.update((token_id, other[text]) for text, token_id in own.items() if text in other)
+    if not pairs:
+        raise ConfigError(
+            f"{SETTING}: none of the draft model's {len(draft.tokens)} tokens is among the target's "
+            f"{len(target.tokens)}"
+        )
+    return pairs
+
+
 def _pair_controls(target: _Vocabulary, draft: _Vocabulary) -> dict[int, int]:
     by_token = {draft.tokens[token_id]: token_id for token_id in draft.controls}
     own = ((token_id, target.tokens[token_id]) for token_id in sorted(target.controls))
@@ -153,10 +172,9 @@ def _pair_controls(target: _Vocabulary, draft: _Vocabulary) -> dict[int, int]:
     return pairs
 
 
-def _input_ids(
-    target: _Vocabulary, draft: _Vocabulary, pairs: Mapping[int, int], draft_ids: Mapping[bytes, int]
-) -> Tensor:
+def _input_ids(target: _Vocabulary, draft: _Vocabulary, pairs: Mapping[int, int]) -> Tensor:
     given = dict(pairs)
+    draft_ids = draft.ids_by_text()
     spelled: dict[int, str] = {}
     for token_id, text in target.texts.items():
         if token_id not in pairs:
@@ -180,10 +198,7 @@ def _table(entries: Iterable[tuple[int, int]], size: int) -> Tensor:
 
 
 def _report(mapping: VocabularyMapping, target: _Vocabulary, draft: _Vocabulary) -> None:
-    """Raises: ConfigError if nothing is shared."""
-    num_shared, num_draft, num_target = mapping.num_shared, len(draft.tokens), len(target.tokens)
-    if num_shared == 0:
-        raise ConfigError(f"{SETTING}: none of the draft model's {num_draft} tokens is among the target's {num_target}")
+    num_shared, num_draft = mapping.num_shared, len(draft.tokens)
     if num_shared < LEAST_SHARE * num_draft:
         logger.warning("of the draft model's %d tokens the target has %d: it drafts little", num_draft, num_shared)
     else:

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,14 +11,15 @@ import torch
 from torch import Tensor
 
 from connectors.base import Connector, ConnectorContext
-from proposers.base import HostProposer, Proposer, TargetModel, TargetView
+from proposers.base import HostProposer, Proposer, TargetModel, TargetOutline, TargetView
+from proposers.config import ProposerConfig
 from proposers.draft_model import CausalNetwork
 from proposers.drafting import NetworkProposer
 from proposers.network import KVShape
 from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
-from server.errors import ConfigError
+from server.errors import ConfigError, ModelError
 from server.events import EventBus
 from server.host import available_memory_nbytes, cpu_count
 from server.kernels import jit
@@ -33,7 +35,7 @@ from server.model.footprint import Footprint
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
 from server.model.invariance import make_invariant
-from server.model.loader import LoadedModel, load_model
+from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
 from server.model.traced_layers import trace_layers
 from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
@@ -83,7 +85,10 @@ def _build_core(config: Config) -> Core:
     _check_budget(config)
     _log_if_never_compiled(config.model, device)
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")
-    loaded = load_model(config.model, device, dtype)
+    files = find_model(config.model, device, dtype)
+    _check_length(config.model, files)
+    check_proposers(config, files, device, dtype)
+    loaded = load_files(files, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, kv_dtype)
     footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)
     is_packed = can_pack(device) and not config.model.enforce_eager
@@ -136,6 +141,7 @@ def _build_core(config: Config) -> Core:
         clock=time.monotonic,
         num_lookahead_tokens=num_drafts if any(getattr(each, "writes_kv", False) for each in proposers) else 0,
         connector=None if connector is None else connector.scheduler,
+        reads_from=() if config.kv_transfer is None else config.kv_transfer.carriers("in"),
         fails_on_bad_loads=config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail",
         draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
     )
@@ -217,9 +223,44 @@ def _target_model(config: Config, loaded: LoadedModel, head: LMHead) -> TargetMo
     )
 
 
+def check_proposers(config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse what drafts if it does not fit the target, as far as files tell. Raises: ConfigError, ModelError."""
+    outline = TargetOutline(
+        config=files.config,
+        tokenizer=files.tokenizer,
+        device=device,
+        dtype=dtype,
+        trusts_code=config.model.trust_remote_code,
+        digest=lambda: files.weights_digest,
+    )
+    for name, settings in config.speculative.named_proposers() if config.speculative else ():
+        with _refused_as(name, settings):
+            settings.check(outline)
+
+
 def build_proposers(config: Config, target: TargetView) -> list[Proposer | HostProposer]:
-    """What drafts, in the order in which it is asked; nothing without speculation. Raises: ConfigError."""
-    return [] if config.speculative is None else [each.build(target) for each in config.speculative.proposers]
+    """What drafts, in the order in which it is asked; nothing without speculation. Raises: ConfigError, ModelError."""
+    built: list[Proposer | HostProposer] = []
+    for name, settings in config.speculative.named_proposers() if config.speculative else ():
+        with _refused_as(name, settings):
+            built.append(settings.build(target))
+    return built
+
+
+@contextmanager
+def _refused_as(name: str, settings: ProposerConfig) -> Iterator[None]:
+    """Let what a proposer refuses say which proposer it was, and of its setting where that was given."""
+    try:
+        yield
+    except (ConfigError, ModelError) as error:
+        is_setting = str(error).partition(":")[0] in type(settings).model_fields
+        raise type(error)(f"{name}{'.' if is_setting else ': '}{error}") from error
+
+
+def _check_length(config: ModelConfig, files: ModelFiles) -> None:
+    longest = files.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len ({config.max_model_len}) is above what the model was made for ({longest})")
 
 
 def _acceptance(config: SpeculativeConfig | None) -> Acceptance:
@@ -306,8 +347,6 @@ def _model_info(
     proposers: Sequence[Proposer | HostProposer],
 ) -> ModelInfo:
     longest, asked = loaded.max_position_embeddings, config.model.max_model_len
-    if asked is not None and asked > longest:
-        raise ConfigError(f"max_model_len ({asked}) is above what the model was made for ({longest})")
     pool_tokens = num_kv_blocks * config.cache.block_size
     max_model_len = asked if asked is not None else min(longest, pool_tokens)
     if asked is None and max_model_len < longest:

@@ -1,6 +1,6 @@
 """How drafts are made: the one setting that is a mapping, whose keys depend on the method it names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, TypeVar, cast
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -121,6 +121,11 @@ class SpeculativeConfig(Section):
     def method(self) -> str:
         """What makes the drafts, in the order in which it is asked."""
         return ",".join(proposer.method for proposer in self.proposers)
+
+    def named_proposers(self) -> Iterator[tuple[str, ProposerConfig]]:
+        """Each one's settings behind what names them in messages, "speculative_config[1]" in a list."""
+        for i, proposer in enumerate(self.proposers):
+            yield SPECULATIVE_CONFIG if len(self.proposers) == 1 else f"{SPECULATIVE_CONFIG}[{i}]", proposer
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -55,11 +55,11 @@ def choose_kv_dtype(name: str, device: torch.device, dtype: torch.dtype, setting
     """
     chosen = dtype if name == "auto" else KV_DTYPES[name]
     if device.type == "cpu" and chosen not in (dtype, *cpu_attention.KV_DTYPES):
-        raise ConfigError(f"{setting} {name}: the CPU keeps float32, bfloat16, fp8_e4m3 or the model's own type")
-    if device.type == "cuda" and name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
         raise ConfigError(
-            f"{setting} {name}: {device} does not convert it, GPUs of compute capability 8.9 and above do"
+            f"{setting}: the CPU keeps float32, bfloat16, fp8_e4m3 or the type that the model computes in, got {name}"
         )
+    if device.type == "cuda" and name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FP8:
+        raise ConfigError(f"{setting}: {device} does not convert {name}, GPUs of compute capability 8.9 and above do")
     return chosen
 
 

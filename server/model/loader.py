@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,36 @@ from server.model.tokenizer import load_tokenizer
 from server.model.weights import WeightFiles, read_weight_files
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that was found, and whose files go together; its weights are not read yet.
+
+    Attributes:
+        given: how it was named. folder: with its files.
+        config: of the language model. weights: what its files hold.
+        tokenizer: as LoadedModel has it.
+    """
+
+    given: ModelConfig
+    folder: Path
+    config: PreTrainedConfig
+    weights: WeightFiles
+    tokenizer: PreTrainedTokenizerBase | NoTokenizer
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Hex; equal for equal files of weights, which are read as a whole when it is first asked for."""
+        return weights_digest(self.weights)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence that the model was made for. Raises: ModelError if nobody says so."""
+        limit: int | None = getattr(self.config, "max_position_embeddings", None) or self.given.max_model_len
+        if limit is None:
+            raise ModelError(f"{self.given.model} does not say how long its context may be: pass --max-model-len")
+        return limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +98,14 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
     Raises: ModelError or ConfigError naming cause and remedy.
     """
+    return load_files(find_model(config, device, dtype), device, dtype)
+
+
+def find_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelFiles:
+    """Resolve and check `config.model`, and fetch what is missing; its weights are not read.
+
+    Raises: ModelError or ConfigError naming cause and remedy.
+    """
     is_dummy = config.load_format == "dummy"
     if is_dummy:
         folder = dummy_folder(config.model)
@@ -80,17 +119,22 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         tokenizer: PreTrainedTokenizerBase | NoTokenizer = NoTokenizer()
     else:
         tokenizer = load_tokenizer(folder, config, vocab_size=model_config.vocab_size)
-    if is_dummy:
+    return ModelFiles(config, folder, model_config, weights, tokenizer)
+
+
+def load_files(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """Load the weights of a model that was found. Raises: ModelError naming cause and remedy."""
+    config, folder, model_config = files.given, files.folder, files.config
+    if config.load_format == "dummy":
         attention = attention_name(device, dtype, head_dim=_kv_geometry(model_config)[1])
         model = make_dummy_model(model_config, config, device, dtype, attention)
     else:
-        model = _load_weights(folder, weights, model_config, config, device, dtype)
+        model = _load_weights(files, device, dtype)
     check_model(model)
     num_kv_heads, head_dim = _kv_geometry(model_config)
-    digest = weights_digest(weights)
     return LoadedModel(
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=files.tokenizer,
         config=model_config,
         source=config.model,
         folder=folder,
@@ -99,11 +143,11 @@ def load_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=model_config.vocab_size,
-        max_position_embeddings=_max_position(model_config, config),
-        eos_token_ids=eos_token_ids(folder, model_config, tokenizer),
+        max_position_embeddings=files.max_position_embeddings,
+        eos_token_ids=eos_token_ids(folder, model_config, files.tokenizer),
         generation_defaults=generation_defaults(folder) if config.generation_config == "auto" else {},
-        weights_digest=digest,
-        fingerprint=fingerprint(digest, model_config, dtype),
+        weights_digest=files.weights_digest,
+        fingerprint=fingerprint(files.weights_digest, model_config, dtype),
     )
 
 
@@ -115,20 +159,14 @@ def _load_config(folder: Path, config: ModelConfig) -> PreTrainedConfig:
     return loaded
 
 
-def _load_weights(
-    folder: Path,
-    weights: WeightFiles,
-    model_config: PreTrainedConfig,
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> PreTrainedModel:
-    attention = attention_name(device, dtype, head_dim=_kv_geometry(model_config)[1])
+def _load_weights(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    folder, config = files.folder, files.given
+    attention = attention_name(device, dtype, head_dim=_kv_geometry(files.config)[1])
     try:
         with without_foreign_bars():
             loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
                 folder,
-                config=model_config,
+                config=files.config,
                 dtype=dtype,
                 device_map={"": device},
                 attn_implementation=attention,
@@ -150,13 +188,6 @@ def _load_weights(
     if unused := sorted(info["unexpected_keys"]):
         logger.warning("%d weights of %s are not used, such as %s", len(unused), folder, unused[0])
     return model.eval().requires_grad_(False)
-
-
-def _max_position(model_config: PreTrainedConfig, config: ModelConfig) -> int:
-    limit: int | None = getattr(model_config, "max_position_embeddings", None) or config.max_model_len
-    if limit is None:
-        raise ModelError(f"{config.model} does not say how long its context may be: pass --max-model-len")
-    return limit
 
 
 def _kv_geometry(config: PreTrainedConfig) -> tuple[int, int]:

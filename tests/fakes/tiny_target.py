@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from proposers.base import TargetModel, TargetView
+from proposers.base import TargetModel, TargetOutline, TargetView
 from server.model.head import LMHead
 
 
@@ -29,3 +29,17 @@ def target_view(folder: Path, device: str, num_slots: int = 4) -> TargetView:
     """The same as a proposer's `build` gets it."""
     network = target_model(folder, device)
     return TargetView(network.config.vocab_size, torch.device(device), num_slots, network)
+
+
+def target_outline(target: TargetView) -> TargetOutline:
+    """The same as its `check` gets it."""
+    network = target.network
+    assert network is not None
+    return TargetOutline(
+        config=network.config,
+        tokenizer=network.tokenizer,
+        device=target.device,
+        dtype=network.dtype,
+        trusts_code=False,
+        digest=lambda: network.digest,
+    )

@@ -137,7 +137,7 @@ def test_unseeded_answers_are_distributed_as_without_drafts(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("twin", r"token 3 is '.*' for the target and '.*' for the draft.*set speculative_config.use_heterogeneous"),
+        ("twin", r"token 3 is '.*' for the target and '.*' for the draft.*set use_heterogeneous"),
         ("stranger", r"\(of 320, .*\) than the target \(of 441, .*\): token 0 is '<\|endoftext\|>' for"),
     ],
 )
@@ -152,7 +152,7 @@ def test_another_vocabulary_is_refused_unless_asked_for(
 def test_a_draft_model_that_is_not_there_is_called_one(target: Path, tmp_path: Path, device_name: str) -> None:
     config = drafting(tmp_path / "none", use_heterogeneous_vocab=False)
     with (
-        pytest.raises(ModelError, match=r"^draft model: there is no folder or file .*none"),
+        pytest.raises(ModelError, match=r"^speculative_config.model: there is no folder or file .*none"),
         engine_on(target, device_name, **config),
     ):
         pass

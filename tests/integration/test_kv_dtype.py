@@ -88,7 +88,7 @@ def _capacity(engine: EngineUnderTest) -> tuple[int, bytes]:
 
 def test_what_the_device_cannot_read_is_refused(folder: Path) -> None:
     with (
-        pytest.raises(ConfigError, match="--kv-cache-dtype float16: the CPU keeps float32, bfloat16, fp8_e4m3 or"),
+        pytest.raises(ConfigError, match="--kv-cache-dtype: the CPU keeps float32, bfloat16, fp8_e4m3 or"),
         engine_on(folder, "cpu", kv_cache_dtype="float16"),
     ):
         pass

@@ -16,7 +16,7 @@ from proposers.medusa import MedusaProposer
 from proposers.shipped import shipped_head
 from server.config import Config
 from server.errors import ConfigError, ModelError
-from tests.fakes.tiny_target import target_view
+from tests.fakes.tiny_target import target_outline, target_view
 from tests.tiny_heads import HIDDEN, build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
 from tests.tiny_model import build_tiny_model
 
@@ -76,14 +76,23 @@ def test_without_a_model_it_is_the_shipped_one(
     BUILDERS[method](tmp_path / method / target.network.digest)
     settings = parse(method, num_speculative_tokens=2)
     assert settings.build(target).num_speculative_tokens == 2
-    other = replace(target, network=replace(target.network, digest="1" * 64))
-    with pytest.raises(ConfigError, match=f"speculative_config.model: there is no {method} head for this model here"):
-        settings.build(other)
+    outline = target_outline(target)
+    settings.check(outline)
+    refused = pytest.raises(ConfigError, match=f"^model: there is no {method} head for this model here")
+    with refused:
+        settings.check(replace(outline, digest=lambda: "1" * 64))
+    other = parse("eagle" if method == "medusa" else "medusa")
+    with pytest.raises(ConfigError, match=f"^model: there is no {other.method} head"):
+        other.check(replace(outline, digest=_fail))
+
+
+def _fail() -> str:
+    pytest.fail("weights are read for a kind of head of which there is none")
 
 
 def test_a_revision_needs_a_repository(target: TargetView) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_config.revision: is of a Hugging Face repository"):
-        parse("eagle3", revision="main").build(target)
+    with pytest.raises(ConfigError, match=r"^revision: is of a Hugging Face repository"):
+        parse("eagle3", revision="main").check(target_outline(target))
 
 
 @pytest.mark.parametrize("method", BUILDERS)

@@ -16,7 +16,7 @@ from proposers.medusa import MedusaConfig, MedusaProposer
 from proposers.medusa_heads import MedusaHeads, medusa_heads
 from server.errors import ConfigError, ModelError
 from server.kernels.noise import Stream, gumbel
-from tests.fakes.tiny_target import target_view
+from tests.fakes.tiny_target import target_outline, target_view
 from tests.tiny_heads import HIDDEN, VOCAB, build_tiny_medusa
 from tests.tiny_model import build_tiny_model
 
@@ -35,8 +35,11 @@ def load(checkpoint: Checkpoint, target: TargetView) -> MedusaHeads:
 
 
 def proposer_on(folder: Path, target: TargetView, **settings: Any) -> MedusaProposer:
-    config = MedusaConfig(method="medusa", model=str(folder), **{"num_speculative_tokens": 3, **settings})
-    return config.build(target)
+    return settings_of(folder, **settings).build(target)
+
+
+def settings_of(folder: Path, **settings: Any) -> MedusaConfig:
+    return MedusaConfig(method="medusa", model=str(folder), **{"num_speculative_tokens": 3, **settings})
 
 
 def hidden_states(target: TargetView) -> Tensor:
@@ -152,7 +155,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, target: TargetView, change: 
 
 def test_more_drafts_than_heads_are_refused(tmp_path: Path, target: TargetView) -> None:
     with pytest.raises(ConfigError, match=r"num_speculative_tokens: must be at most 3, the number of heads .* got 4"):
-        proposer_on(build_tiny_medusa(tmp_path), target, num_speculative_tokens=4)
+        settings_of(build_tiny_medusa(tmp_path), num_speculative_tokens=4).check(target_outline(target))
 
 
 def inputs_on(target: TargetView, hidden: Tensor, **fields: Any) -> ProposeInput:

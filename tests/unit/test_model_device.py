@@ -78,11 +78,11 @@ def test_the_cache_has_a_type_of_its_own(name: str, dtype: torch.dtype, expected
 
 
 def test_a_cache_that_attention_cannot_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype float16: the CPU keeps float32, bfloat16, fp8_e4m3 or"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype: the CPU keeps float32, bfloat16, fp8_e4m3 or"):
         choose_kv_dtype("float16", CPU, torch.bfloat16, "--kv-cache-dtype")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     assert choose_kv_dtype("float16", CUDA, torch.bfloat16, "--kv-cache-dtype") == torch.float16
-    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_e4m3: cuda:0 does not convert it"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype: cuda:0 does not convert fp8_e4m3"):
         choose_kv_dtype("fp8_e4m3", CUDA, torch.bfloat16, "kv_cache_dtype")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
     assert choose_kv_dtype("fp8_e4m3", CUDA, torch.bfloat16, "kv_cache_dtype") == torch.float8_e4m3fn

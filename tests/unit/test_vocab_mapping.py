@@ -204,7 +204,7 @@ def test_another_vocabulary_is_refused_by_its_first_difference(
     pieces: str, controls: list[str], size: int, message: str
 ) -> None:
     draft = byte_level_tokenizer(pieces, controls=controls)
-    with pytest.raises(ConfigError, match=f"{message}.*set speculative_config.use_heterogeneous_vocab"):
+    with pytest.raises(ConfigError, match=f"{message}.*set use_heterogeneous_vocab"):
         check_same_vocabulary(byte_level_tokenizer("ab"), draft, 320, size)
 
 
