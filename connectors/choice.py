@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
-from connectors.config import ConnectorConfig
+from connectors.config import ConnectorConfig, Way
 from connectors.registry import ALIASES, config_class
 from server.config_values import Section, path_of, quoted, read_section
 from server.errors import ConfigError
@@ -66,6 +66,11 @@ class ConnectorChoice(Section):
     def is_consumer(self) -> bool:
         """Whether KV may come in."""
         return self.kv_role != "kv_producer"
+
+    def carriers(self, way: Way) -> frozenset[str]:
+        """By connectors of which names KV gets to other nodes, or here from them."""
+        is_used = self.is_producer if way == "out" else self.is_consumer
+        return self.settings.carriers(self.name, way) if is_used else frozenset()
 
 
 def read_choice(value: object, path: str) -> ConnectorChoice:

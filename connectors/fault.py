@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pydantic import Field, ValidationInfo, field_validator
 
 from connectors.choice import ConnectorChoice, read_choice
+from connectors.config import Way
 from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.store_config import StoreConfig
@@ -29,7 +30,13 @@ class FaultConfig(StoreConfig):
         choice = read_choice(value, f"{path_of(info)}store.")
         if not isinstance(choice.settings, StoreConfig):
             raise ValueError("must name a connector with a store, such as filesystem or memory")
+        if choice.settings.layerwise:
+            raise ValueError("must have layerwise beside it, not in its own settings")
         return choice
+
+    def carriers(self, name: str, way: Way) -> frozenset[str]:
+        """This one, if the store is one that others see."""
+        return frozenset({name}) if self.store.carriers(way) else frozenset()
 
     def open_store(self) -> BlockStore:
         """The store, with failures."""

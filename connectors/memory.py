@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from connectors.config import Way
 from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
 from connectors.store_config import StoreConfig
@@ -22,6 +23,10 @@ class MemoryConfig(StoreConfig):
     max_bytes: ByteCount = Field(
         default=1 << 30, ge=1, description="most that all blocks take, such as 1GiB; those used longest ago go first"
     )
+
+    def carriers(self, name: str, way: Way) -> frozenset[str]:
+        """None: nobody else sees this memory."""
+        return frozenset()
 
     def open_store(self) -> BlockStore:
         """An empty store."""

@@ -21,7 +21,7 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.choice import ConnectorChoice, read_choice
-from connectors.config import ConnectorConfig
+from connectors.config import ConnectorConfig, Way
 from server.config_values import path_of
 from server.kv_handle import KVHandle
 
@@ -39,6 +39,10 @@ class MultiConfig(ConnectorConfig):
         if not isinstance(value, list | tuple):
             raise ValueError("must be a list of mappings with kv_connector")
         return tuple(read_choice(item, f"{path_of(info)}connectors[{i}].") for i, item in enumerate(value))
+
+    def carriers(self, name: str, way: Way) -> frozenset[str]:
+        """Those of all of them."""
+        return frozenset().union(*(choice.carriers(way) for choice in self.connectors))
 
     def build(self, context: ConnectorContext) -> Connector:
         """Both halves of all of them; each may do what it is told to, as far as this node may."""

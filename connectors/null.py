@@ -10,11 +10,15 @@ from connectors.base import (
     KVCaches,
     KVRequest,
 )
-from connectors.config import ConnectorConfig
+from connectors.config import ConnectorConfig, Way
 
 
 class NullConfig(ConnectorConfig):
     """There is nothing to set."""
+
+    def carriers(self, name: str, way: Way) -> frozenset[str]:
+        """None."""
+        return frozenset()
 
     def build(self, context: ConnectorContext) -> Connector:
         """Both halves."""

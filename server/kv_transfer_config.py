@@ -44,15 +44,22 @@ class KVTransferConfig(ConnectorChoice):
         return made_up if self.engine_id is None else f"{self.engine_id}-{made_up}"
 
     def of_role(self, role: Role) -> "KVTransferConfig":
-        """With the `kv_role` that follows from a node's role, unless one is given. Raises: ConfigError."""
+        """With the `kv_role` that follows from a node's role, unless one is given.
+
+        Raises: ConfigError if that contradicts the role, or if KV can not go the way that the role is for.
+        """
         allowed = _KV_ROLES[role]
         if self.kv_role is None:
-            return self.model_copy(update={"kv_role": allowed[0]})
+            return self.model_copy(update={"kv_role": allowed[0]}).of_role(role)
         if self.kv_role not in allowed:
             raise ConfigError(
                 f"{KV_TRANSFER_CONFIG}.kv_role: must be {' or '.join(allowed)} where role is {role}, "
                 f"got {self.kv_role!r}"
             )
+        if role == "prefill" and not self.carriers("out"):
+            raise ConfigError(f"role: prefill needs a connector that other nodes can read from, {self.name} is none")
+        if role == "decode" and not self.carriers("in"):
+            raise ConfigError(f"role: decode needs a connector that reads from other nodes, {self.name} is none")
         return self
 
     def plain(self) -> dict[str, object]:

@@ -75,7 +75,9 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int:
         """What the handle promises beyond the tokens that are here, if it is one that can be used."""
         source = request.source
-        if source is None or source.lease_id in self._spent or not self._context.is_consumer:
+        if source is None or source.connector != self._context.name or not self._context.is_consumer:
+            return 0  # who has it, if anybody here, is another one
+        if source.lease_id in self._spent:
             return 0
         reason = self._refusal(source, request)
         if reason is not None:
@@ -95,8 +97,6 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
     def _refusal(self, source: KVHandle, request: KVRequest) -> str | None:
         """Why a handle is of no use. The cheap checks bound what the others look at."""
         ours, theirs = self._context.fingerprint, source.fingerprint
-        if source.connector != self._context.name:
-            return f"its KV is held by a connector {source.connector[:64]!r}, this is {self._context.name!r}"
         if not _LEASE_ID.fullmatch(source.lease_id) or not _ENGINE_ID.fullmatch(source.engine_id):
             return "lease or engine id of its KV have another form"
         if not 0 < source.block_size <= MAX_BLOCK_SIZE or not 0 <= source.num_tokens <= request.num_tokens:

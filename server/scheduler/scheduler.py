@@ -5,7 +5,7 @@ whose KV is computed; each step spends a token budget on closing the gap, plus d
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -29,6 +29,7 @@ from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.speculation_watch import SpeculationWatch
 from server.scheduler.statistics import Counters, StepTime
 from server.scheduler.stop_rules import apply_stop_rules
+from server.scheduler.unreadable_handles import UnreadableHandles
 from server.scheduler.waiting import WaitingQueue
 
 
@@ -55,6 +56,7 @@ class Scheduler:
         draft_policy: DraftPolicy | None = None,
         num_lookahead_tokens: int = 0,
         connector: ConnectorScheduler[Any] | None = None,
+        reads_from: Collection[str] = (),
         fails_on_bad_loads: bool = False,
     ) -> None:
         """Args:
@@ -62,6 +64,7 @@ class Scheduler:
         num_lookahead_tokens: positions behind those of a step that a proposer writes to. The first of them is that of
             the step's newest token, and has a block always; the others have one where there are enough.
         connector: brings blocks from elsewhere and takes them there.
+        reads_from: names of the connectors by which KV comes here, see KVHandle.
         fails_on_bad_loads: a request whose blocks could not be loaded ends with an error; otherwise they are computed.
         """
         self._config = config
@@ -75,6 +78,7 @@ class Scheduler:
         self.external = None
         if connector is not None:
             self.external = ExternalKV(connector, pool, self._block_size, clock, self.counters)
+        self._unreadable = UnreadableHandles(reads_from, clock, self.counters)
         self._admission = Admission(
             config,
             self._block_size,
@@ -105,6 +109,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue every choice of a request."""
+        self._unreadable.check(request)
         for sequence in self._choices.make(request):
             self._by_id[sequence.seq_id] = sequence
             self._by_request.setdefault(request.request_id, []).append(sequence)

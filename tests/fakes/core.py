@@ -1,6 +1,7 @@
 """A scheduler on a pool small enough to run out, and requests for it."""
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +115,7 @@ def make_core(
     num_lookahead_tokens: int = 0,
     executor_class: type[FakeExecutor] = FakeExecutor,
     connector: ConnectorScheduler[Any] | None = None,
+    reads_from: Collection[str] = (),
     fails_on_bad_loads: bool = False,
     **config: Any,
 ) -> Core:
@@ -131,6 +133,7 @@ def make_core(
         draft_policy=draft_policy,
         num_lookahead_tokens=num_lookahead_tokens,
         connector=connector,
+        reads_from=reads_from,
         fails_on_bad_loads=fails_on_bad_loads,
     )
     executor = executor_class(

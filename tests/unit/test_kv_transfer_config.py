@@ -24,12 +24,23 @@ FIELDS_EXAMPLE = KVTransferConfig(
     kv_connector_extra_config={"shared_storage_path": "local_storage"},
 )
 NULL = {"kv_connector": "null"}
+MEMORY = {"kv_connector": "memory"}
+TCP = {"kv_connector": "tcp"}
+FILES = {"kv_connector": "filesystem", "kv_connector_extra_config": {"shared_storage_path": "kv"}}
 OUT_OF_TREE = """
 from connectors.null import NullConfig
 
 class NothingConfig(NullConfig):
     how: str = "silently"
 """
+
+
+def multi(*members: object) -> dict[str, object]:
+    return {"kv_connector": "multi", "kv_connector_extra_config": {"connectors": list(members)}}
+
+
+def faulty(store: object) -> dict[str, object]:
+    return {"kv_connector": "fault", "kv_connector_extra_config": {"store": store}}
 
 
 def read(value: object, **settings: object) -> KVTransferConfig:
@@ -73,7 +84,7 @@ def test_given_as_mapping_text_or_object() -> None:
 
 def test_a_printed_configuration_is_one_again(tmp_path: Path) -> None:
     flags = {
-        "kv_transfer_config": '{"kv_connector": "memory", "kv_connector_extra_config": {"max_bytes": "2MiB"}}',
+        "kv_transfer_config": json.dumps(FILES),
         "role": "decode",
     }
     first = resolve(flags, {})
@@ -81,7 +92,7 @@ def test_a_printed_configuration_is_one_again(tmp_path: Path) -> None:
     again = resolve({"config": str(tmp_path / "again.yaml")}, {})
     assert again.config == first.config
     assert again.config.kv_transfer is not None
-    assert again.config.kv_transfer.settings == MemoryConfig(max_bytes=2 << 20)
+    assert again.config.kv_transfer.settings == FilesystemConfig(shared_storage_path="kv")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +168,7 @@ class TestRoles:
         ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer"), ("both", "kv_both")]
     )
     def test_what_kv_does_follows(self, role: str, kv_role: str) -> None:
-        config = read(NULL, role=role)
+        config = read(TCP, role=role)
         assert config.kv_role == kv_role
         assert (config.is_producer, config.is_consumer) == (role != "decode", role != "prefill")
 
@@ -168,14 +179,45 @@ class TestRoles:
     @pytest.mark.parametrize(("role", "wrong"), [("prefill", "kv_consumer"), ("decode", "kv_producer")])
     def test_contradictions(self, role: str, wrong: str) -> None:
         right = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-        assert refusal({**NULL, "kv_role": wrong}, role=role) == (
+        assert refusal({**TCP, "kv_role": wrong}, role=role) == (
             f"kv_transfer_config.kv_role: must be {right} or kv_both where role is {role}, got '{wrong}'"
         )
-        assert read({**NULL, "kv_role": "kv_both"}, role=role).kv_role == "kv_both"
+        assert read({**TCP, "kv_role": "kv_both"}, role=role).kv_role == "kv_both"
 
     @pytest.mark.parametrize("role", ["prefill", "decode"])
     def test_half_a_node_needs_a_connector(self, role: str) -> None:
         assert refusal(None, role=role).startswith(f"role: {role} needs kv_transfer_config")
+
+    @pytest.mark.parametrize(
+        ("value", "name"),
+        [
+            (NULL, "null"),
+            (MEMORY, "memory"),
+            (faulty(MEMORY), "fault"),
+            (multi(NULL, MEMORY), "multi"),
+            (multi({**TCP, "kv_role": "{wrong}"}, MEMORY), "multi"),
+        ],
+    )
+    @pytest.mark.parametrize(("role", "wrong"), [("prefill", "kv_consumer"), ("decode", "kv_producer")])
+    def test_half_a_node_needs_a_connector_to_others(self, value: object, name: str, role: str, wrong: str) -> None:
+        message = refusal(json.dumps(value).replace("{wrong}", wrong), role=role)
+        can = "that other nodes can read from" if role == "prefill" else "that reads from other nodes"
+        assert message == f"role: {role} needs a connector {can}, {name} is none"
+
+    @pytest.mark.parametrize(
+        ("value", "out", "into"),
+        [
+            (NULL, set(), set()),
+            (faulty(MEMORY), set(), set()),
+            (faulty(FILES), {"fault"}, {"fault"}),
+            ({**TCP, "kv_role": "kv_consumer"}, set(), {"tcp"}),
+            ({**FILES, "kv_connector": "SharedStorageConnector"}, {"filesystem"}, {"filesystem"}),
+            (multi({**TCP, "kv_role": "kv_producer"}, FILES, MEMORY), {"tcp", "filesystem"}, {"filesystem"}),
+        ],
+    )
+    def test_by_what_kv_gets_from_node_to_node(self, value: object, out: set[str], into: set[str]) -> None:
+        config = read(value)
+        assert (config.carriers("out"), config.carriers("in")) == (out, into)
 
     def test_a_role_that_is_none(self) -> None:
         assert (

@@ -19,6 +19,7 @@ LEAVES = (
     "connectors.base",
     "connectors.choice",
     "connectors.config",
+    "connectors.rare_log",
     "connectors.registry",
     "connectors.save_failure",
     "proposers.base",

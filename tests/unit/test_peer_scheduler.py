@@ -104,7 +104,6 @@ def test_blocks_of_another_size_count_by_their_tokens(halves: Halves, size: int,
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"connector": "nixl"}, id="another connector"),
         pytest.param({"lease_id": "ab" * 15}, id="a short lease"),
         pytest.param({"lease_id": "AB" * 16}, id="a lease in capitals"),
         pytest.param({"lease_id": "ab" * 16 + "\n"}, id="a lease and more"),
@@ -130,6 +129,13 @@ def test_a_handle_that_can_not_be_is_of_no_use(halves: Halves, changes: dict[str
 def test_both_fingerprints_are_named(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
     halves.ask(replace(HANDLE, fingerprint="g"))
     assert "fingerprint of its KV: g, of this node's: f" in caplog.text
+
+
+def test_a_handle_of_another_connector_is_left_to_that(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+    """Among several connectors of a node it may be the next one's."""
+    assert halves.ask(replace(HANDLE, connector="nixl")) == 0
+    assert not caplog.messages
+    assert halves.scheduler.build_connector_meta() is None
 
 
 def test_the_transport_may_refuse_a_node(halves: Halves) -> None:
