@@ -1,5 +1,6 @@
 """Keeps hidden states on their way through a model's decoder layers."""
 
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from server.model.decoder_layers import find_decoder_layers
 class LayerTaps:
     """What goes into some decoder layers, in the last forward pass; used from the step thread.
 
-    By hooks of the layers, which whatever runs in their place calls as well, see `call_taps`.
+    By hooks of the layers, which whatever runs in their place calls as well, see `call_taps`. They go with this object.
     """
 
     def __init__(self, model: nn.Module, num_layers: int, indices: Iterable[int]) -> None:
@@ -26,16 +27,22 @@ class LayerTaps:
         for index in wanted:
             if not 0 <= index < num_layers:
                 raise ConfigError(f"hidden states of layer {index} are asked for; the target has {num_layers} layers")
-            layers[index].register_forward_pre_hook(partial(self._keep, index), with_kwargs=True)
+            hook = partial(_keep, self._taken, index)
+            handle = layers[index].register_forward_pre_hook(hook, with_kwargs=True)
+            weakref.finalize(self, handle.remove)
 
     def take(self) -> Mapping[int, Tensor]:
         """[T, hidden] by layer, of the last forward pass."""
-        taken, self._taken = self._taken, {}
+        taken = dict(self._taken)
+        self._taken.clear()
         return taken
 
-    def _keep(self, index: int, _: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-        hidden: Tensor = inputs[0] if inputs else options["hidden_states"]
-        self._taken[index] = hidden.flatten(0, -2)
+
+def _keep(
+    taken: dict[int, Tensor], index: int, _: nn.Module, inputs: tuple[Any, ...], options: Mapping[str, Any]
+) -> None:
+    hidden: Tensor = inputs[0] if inputs else options["hidden_states"]
+    taken[index] = hidden.flatten(0, -2)
 
 
 def has_taps(layer: nn.Module) -> bool:

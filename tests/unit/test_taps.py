@@ -19,7 +19,7 @@ from server.model.decoder_layers import find_decoder_layers
 from server.model.forward import run_model
 from server.model.head import LMHead
 from server.model.loader import load_model
-from server.model.taps import LayerTaps
+from server.model.taps import LayerTaps, has_taps
 from tests.fakes.paged_steps import block_table, step_over
 from tests.tiny_model import build_tiny_model, write_tokenizer
 
@@ -96,6 +96,14 @@ def test_what_enters_a_layer_is_kept(
         for index in indices:
             torch.testing.assert_close(taken[index], states[index], rtol=1e-4, atol=1e-4)
     assert not taps.take()
+
+
+@torch.inference_mode()
+def test_nobody_looks_for_one_that_is_gone(model: PreTrainedModel) -> None:
+    """A runner that only measured memory must not keep hidden states of those after it."""
+    taps = LayerTaps(model.base_model, NUM_LAYERS, [1])
+    del taps
+    assert not any(has_taps(layer) for layer in model.base_model.layers)
 
 
 @pytest.mark.parametrize("index", [-1, NUM_LAYERS])
