@@ -46,7 +46,7 @@ class FirstLayers:
         """Args: num_layers: fewer than the target has."""
         # A second object on the same modules: what is packed or compiled later, is so for both.
         self._decoder = copy.copy(target.model.base_model)
-        self._decoder.config = copy.copy(target.config)
+        self._decoder.config = copy.copy(self._decoder.config)
         self._decoder.config.num_hidden_layers = num_layers
         self._head = target.head
         self._next_layer = find_decoder_layers(target.model, target.config.num_hidden_layers)[num_layers]

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
+from proposers.layer_skip import LayerSkipConfig
 from server.kernels import cpu_attention
 from server.model.attention import bind_kv
 from server.model.traced_layers import trace_layers
@@ -103,3 +104,12 @@ def test_what_cannot_be_traced_runs_as_it_is(folder: Path, caplog: pytest.LogCap
     assert stepping.model.config._attn_implementation == attention
     bind_kv(stepping.model.base_model, kv)
     assert stepping.generate(requests(7)) == expected
+
+
+@pytest.mark.full
+def test_the_first_layers_draft_by_the_same_code(folder: Path) -> None:
+    """They attend as the whole model does, by an operator that must be told of their steps as well."""
+    config = LayerSkipConfig(method="layer_skip", num_layers=2, num_speculative_tokens=2)
+    expected = answers(folder, is_compiled=False)
+    assert answers(folder, is_compiled=True, k=2, build=lambda target: [config.build(target)]) == expected
+    assert counters["stats"]["unique_graphs"] == 2
