@@ -120,7 +120,8 @@ class NetworkProposer:
         return per_token * self._target.network.block_size + self._num_features * self._dtype.itemsize
 
     def bind(self, memory: BatchMemory) -> None:
-        """Allocate K and V, and what is remembered."""
+        """Allocate K and V, and what is remembered, once what there was for another batch is freed."""
+        self._state = self._outputs = None
         shape, device = self.network.kv_shape, memory.num_tokens.device
         kv_shape = memory.num_blocks, shape.num_layers, shape.num_kv_heads, memory.block_size, 2 * shape.head_dim
         kv = torch.zeros(kv_shape, dtype=shape.dtype, device=device)
@@ -155,8 +156,8 @@ class NetworkProposer:
         """Find out which of its cached blocks the network has done."""
         state, slot = self._bound, start.slot
         begin = state.slots.start(slot, start.num_computed, start.block_ids)
-        state.num_done[slot] = begin.num_done
-        state.first[slot] = begin.first
+        state.num_done[slot].fill_(begin.num_done)  # assigned, a number would be copied to a device in between
+        state.first[slot].fill_(begin.first)
         if state.kept is not None and state.edges is not None and start.num_computed:
             last = start.num_computed - 1
             state.kept[slot, last % KEPT] = state.edges[start.block_ids[last // state.memory.block_size]]

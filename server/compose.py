@@ -30,7 +30,7 @@ from server.model.attention import CPU_ATTENTION_NAME
 from server.model.compilation import Compilation
 from server.model.compiled_model import CompileOrder
 from server.model.device import choose_device, choose_dtype, choose_kv_dtype
-from server.model.fingerprint import kv_fingerprint
+from server.model.fingerprint import describe_kv, kv_fingerprint
 from server.model.footprint import Footprint
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
@@ -119,7 +119,8 @@ def _build_core(config: Config) -> Core:
     build_runner = partial(Runner, loaded.model, head, num_slots=num_slots, proposers=proposers, acceptance=acceptance)
     sizes = batch_sizes(num_slots) if jit.is_available(device) and not config.model.enforce_eager else []
     longest = config.model.max_model_len or loaded.max_position_embeddings
-    graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if sizes else 0
+    is_measured = bool(sizes) and config.cache.kv_cache_memory_bytes is None
+    graphs = _graph_nbytes(partial(build_runner, max_tokens=longest), geometry, sizes, device) if is_measured else 0
     budget = kv_budget(config.cache, device, available_memory_nbytes(), activations + graphs)
     num_blocks = num_blocks_for(geometry, budget, extra=sum(getattr(each, "block_nbytes", 0) for each in proposers))
     info = _model_info(config, loaded, num_blocks - 1, device, kv_dtype, proposers)
@@ -193,6 +194,7 @@ def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> C
     if given is None:
         return None
     logger.info("role %s, %s of connector %s", config.disaggregation.role, given.kv_role, given.name)
+    logger.info("KV of %s", info.kv_description)
     return given.settings.build(
         ConnectorContext(
             name=given.name,
@@ -203,6 +205,7 @@ def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> C
             clock=time.monotonic,
             is_producer=given.is_producer,
             is_consumer=given.is_consumer,
+            kv_description=info.kv_description,
         )
     )
 
@@ -373,6 +376,7 @@ def _model_info(
         speculation_metrics=config.observability.speculation_metrics,
         drafts_on_host=any(isinstance(proposer, HostProposer) for proposer in proposers),
         fingerprint=kv_fingerprint(loaded.fingerprint, kv_dtype),
+        kv_description=describe_kv(loaded.weights_digest, loaded.config, loaded.model.dtype, kv_dtype),
     )
 
 

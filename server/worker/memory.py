@@ -1,5 +1,6 @@
 """How much memory the KV cache may take."""
 
+import gc
 from collections.abc import Callable
 
 import torch
@@ -26,16 +27,19 @@ def activation_nbytes(num_tokens: int, num_logits: int, hidden: int, intermediat
 
 
 def kept_nbytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Device memory that some work's result keeps, graphs included; measured, then given back. CUDA only."""
-    torch.cuda.empty_cache()
-    before, _ = torch.cuda.mem_get_info(device)
+    """Device memory that some work's result keeps, graphs included: what is free again once it is dropped. CUDA only.
+
+    What the work leaves elsewhere, as proposers keep what they were last bound to, is in use and no part of it.
+    """
     kept = work()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    after, _ = torch.cuda.mem_get_info(device)
+    during, _ = torch.cuda.mem_get_info(device)
     del kept
+    gc.collect()
     torch.cuda.empty_cache()
-    return max(0, before - after)
+    after, _ = torch.cuda.mem_get_info(device)
+    return max(0, after - during)
 
 
 def kv_budget(config: CacheConfig, device: torch.device, host_available: int, working: int) -> int:

@@ -150,10 +150,13 @@ def test_drafts_from_the_host_go_into_captured_steps(folder: Path, depth: int) -
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_enforce_eager_captures_nothing(folder: Path, is_eager: bool) -> None:
     """Otherwise the log says what the graphs take, before the KV cache is sized."""
+    measured: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1, "block_size": 256}
     with (
         patch.object(StepGraphs, "replay_first", autospec=True, side_effect=StepGraphs.replay_first) as replay,
         patch.object(compose.logger, "info") as info,
-        engine_on(folder, "cuda", enforce_eager=is_eager, speculative_config=ngram(3), max_num_seqs=4) as engine,
+        engine_on(
+            folder, "cuda", enforce_eager=is_eager, speculative_config=ngram(3), max_num_seqs=4, **measured
+        ) as engine,
     ):
         assert len(engine.generate([[5, 6, 7]] * 3, GREEDY)[2].only.token_ids) == NUM_TOKENS
     assert (replay.call_count == 0) == is_eager
