@@ -98,6 +98,7 @@ class Runner:
         self.kv = kv
         self.max_tokens = max_tokens
         self.max_drafts = max_drafts
+        self.num_device_drafts = 0 if on_device is None else on_device.num_speculative_tokens
         self._head = head
         self._transfer = Transfer(kv.device)
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device, vocabulary)

@@ -33,7 +33,9 @@ def warm_up(
     Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
     """
     greedy = SamplingParams(temperature=0)
-    for plan in (_plan(PROMPT_LEN, PROMPT_LEN, greedy), _plan(1, PROMPT_LEN + 1, greedy)):
+    block_size = runner.kv.shape[3]
+    for num_query, context in ((PROMPT_LEN, PROMPT_LEN), (1, PROMPT_LEN + 1)):
+        plan = _plan(num_query, context, greedy, block_size=block_size)
         error = runner.settle(runner.launch(plan)).rows[0].error
         if error is not None:
             raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
@@ -49,7 +51,8 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     """Run a step of every kind that kernels are compiled for, so that no request waits for a compiler.
 
     Attention has a variant for each tile size, which follows from the query length, with and without splits, and
-    one for each number of splits, which follows from the context.
+    one for each number of splits, which follows from the context. Proposers draft behind each step: those that are
+    networks launch variants of their own, which do what the steps before left out as well.
     """
     block_size = runner.kv.shape[3]
     longest = min(runner.max_tokens, (runner.kv.shape[0] - 1) * block_size)
@@ -60,11 +63,12 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     everything = SamplingParams(
         temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1
     )
-    for num_query, context in sorted(shapes):
-        runner.settle(runner.launch(_plan(num_query, context, everything, block_size=block_size)))
-    for num_drafts in range(1, runner.max_drafts + 1):
-        plan = _plan(1 + num_drafts, PROMPT_LEN + num_drafts, everything, num_drafts=num_drafts)
-        runner.settle(runner.launch(plan))
+    cases = [(num_query, context, 0) for num_query, context in sorted(shapes)]
+    cases += [(1 + num_drafts, PROMPT_LEN + num_drafts, num_drafts) for num_drafts in range(1, runner.max_drafts + 1)]
+    for num_query, context, num_drafts in cases:
+        if context <= longest:
+            options = {"num_drafts": num_drafts, "num_proposed": runner.num_device_drafts, "block_size": block_size}
+            runner.settle(runner.launch(_plan(num_query, context, everything, **options)))
 
 
 def _load_mask_kernel(vocab_size: int, device: torch.device) -> None:
@@ -74,11 +78,16 @@ def _load_mask_kernel(vocab_size: int, device: torch.device) -> None:
 
 
 def _plan(
-    num_query: int, context: int, sampling: SamplingParams, *, num_drafts: int = 0, block_size: int | None = None
+    num_query: int,
+    context: int,
+    sampling: SamplingParams,
+    *,
+    block_size: int,
+    num_drafts: int = 0,
+    num_proposed: int = 0,
 ) -> StepPlan:
-    """One row in slot 0 that computes the last tokens of a context; one block unless their size is given."""
+    """One row in slot 0 that computes the last tokens of a context, of which some could be drafts."""
     request = Request(request_id="warm-up", prompt_token_ids=(1,) * (context - num_drafts), sampling=sampling)
-    num_blocks = 1 if block_size is None else -(-context // block_size)
     start = SequenceStart(
         slot=0,
         request=request,
@@ -86,8 +95,8 @@ def _plan(
         token_ids=request.prompt_token_ids,
         num_prompt=len(request.prompt_token_ids),
         num_computed=context - num_query,
-        block_ids=tuple(range(1, 1 + num_blocks)),
-        num_speculative_tokens=num_drafts,
+        block_ids=tuple(range(1, 1 + -(-context // block_size))),
+        num_speculative_tokens=num_proposed,
     )
     row = PlanRow(
         slot=0,
