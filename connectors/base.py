@@ -267,3 +267,5 @@ class Connector:
 
     scheduler: ConnectorScheduler[Any]
     worker: ConnectorWorker[Any]
+        kv_description: what the fingerprint follows from, see server.kv_description.
+    kv_description: str = ""

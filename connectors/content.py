@@ -20,6 +20,7 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.host_blocks import HostBlocks
+from connectors.misfit import misfit
 from connectors.rare_log import RareLog
 from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
@@ -143,11 +144,15 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         if source is None or source.connector != self._context.name:
             return
         if source.num_tokens > first_block * self._context.block_size:
+            reason = misfit(source, self._context)
+            if reason is None and source.block_size != self._context.block_size:
+                reason = f"blocks of {source.block_size} tokens there, of {self._context.block_size} here"
             self._log.warning(
                 "handle",
-                "request %s is computed here: none of its KV is in the %s store of this node",
+                "request %s is computed here: none of its KV is in the %s store of this node%s",
                 request.request_id,
                 self._context.name,
+                "" if reason is None else f", and would not fit: {reason}",
             )
 
     def _forget(self, seq_id: int) -> bool:
@@ -201,6 +206,7 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
             block_ids=(),
             block_size=self._context.block_size,
             fingerprint=self._context.fingerprint,
+            description=self._context.kv_description,
         )
 
     def cancel(self, seq_id: int) -> None:

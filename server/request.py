@@ -179,7 +179,8 @@ class ModelInfo:
         drafts_on_host: whether drafts are made on the host, from settled tokens.
         rejection_sample_method: which drafts of unseeded requests are accepted, see AcceptanceConfig.
         speculation_metrics: for requests that do not say.
-        fingerprint: digest of weights, KV geometry and dtype; root of all block hashes.
+        fingerprint: digest of weights, KV geometry and dtype; root of all block hashes. kv_description: what it follows
+            from, see server.kv_description.
     """
 
     model: str
@@ -200,3 +201,4 @@ class ModelInfo:
     rejection_sample_method: str = "standard"
     speculation_metrics: SpeculationMetrics = "summary"
     fingerprint: bytes = b""
+    kv_description: str = ""

@@ -17,6 +17,7 @@ from connectors.base import (
     KVCaches,
     KVRequest,
 )
+from connectors.misfit import misfit
 from connectors.peer.leases import LEASE_NBYTES, LeaseTable
 from connectors.peer.sweeper import LeaseSweeper
 from connectors.peer.transport import LoadOutcome, PeerLoad, PeerTransport
@@ -96,7 +97,6 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
 
     def _refusal(self, source: KVHandle, request: KVRequest) -> str | None:
         """Why a handle is of no use. The cheap checks bound what the others look at."""
-        ours, theirs = self._context.fingerprint, source.fingerprint
         if not _LEASE_ID.fullmatch(source.lease_id) or not _ENGINE_ID.fullmatch(source.engine_id):
             return "lease or engine id of its KV have another form"
         if not 0 < source.block_size <= MAX_BLOCK_SIZE or not 0 <= source.num_tokens <= request.num_tokens:
@@ -105,9 +105,7 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
             return f"{source.num_tokens} tokens in {len(source.block_ids)} blocks of {source.block_size}"
         if not all(0 <= block_id <= MAX_BLOCK_ID for block_id in source.block_ids):
             return "numbers of blocks out of range"
-        if theirs != ours:
-            return f"fingerprint of its KV: {theirs[:64]}, of this node's: {ours}"
-        return self._transport.refusal(source)
+        return misfit(source, self._context) or self._transport.refusal(source)
 
     def _spend(self, source: KVHandle) -> None:
         self._spent[source.lease_id] = None
@@ -161,6 +159,7 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
             block_ids=tuple(block_ids),
             block_size=self._context.block_size,
             fingerprint=self._context.fingerprint,
+            description=self._context.kv_description,
         )
 
     def cancel(self, seq_id: int) -> None:

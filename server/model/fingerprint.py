@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from server.host import cpu_count
+from server.kv_description import describe
 from server.model.weights import WeightFiles
 
 # Raise it whenever the meaning of a stored KV block changes.
@@ -16,12 +18,23 @@ KV_FORMAT_VERSION = 1
 
 _CHUNK_NBYTES = 32 << 20
 
-# What makes KV of equal weights differ. The rest of the configuration either follows from the
+# What makes KV of equal weights differ, by what people call it. The rest of the configuration either follows from the
 # weights or changes nothing in K and V.
-_CONFIG_FIELDS = (
-    *("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
-    *("rope_parameters", "max_position_embeddings", "layer_types", "sliding_window", "quantization_config"),
-)
+_CONFIG_FIELDS = {
+    "model": ("model_type",),
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_size": ("head_dim",),
+    "hidden_size": ("hidden_size",),
+    "rope": ("rope_parameters",),
+    "positions": ("max_position_embeddings",),
+    "attention": ("layer_types", "sliding_window"),
+    "quantisation": ("quantization_config",),
+}
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_NUM_DIGITS = 12
+"""Of a digest that stands for what is no number or word: enough for people, who have the fingerprint as well."""
 
 
 def weights_digest(weights: WeightFiles) -> str:
@@ -43,7 +56,7 @@ def fingerprint(digest: str, config: PreTrainedConfig, dtype: torch.dtype) -> by
             "format": KV_FORMAT_VERSION,
             "weights": digest,
             "dtype": str(dtype).removeprefix("torch."),
-            **{name: described.get(name) for name in _CONFIG_FIELDS},
+            **{field: described.get(field) for fields in _CONFIG_FIELDS.values() for field in fields},
         },
         sort_keys=True,
         default=str,
@@ -54,6 +67,30 @@ def fingerprint(digest: str, config: PreTrainedConfig, dtype: torch.dtype) -> by
 def kv_fingerprint(model: bytes, kv_dtype: torch.dtype) -> bytes:
     """Of the KV that a model with this fingerprint leaves in a cache of that type: equal where it can be exchanged."""
     return hashlib.sha256(model + str(kv_dtype).removeprefix("torch.").encode()).digest()
+
+
+def describe_kv(digest: str, config: PreTrainedConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """What `fingerprint` and `kv_fingerprint` follow from, each part by itself; see server.kv_description."""
+    described = config.to_dict()
+    return describe(
+        {
+            "format": KV_FORMAT_VERSION,
+            "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(kv_dtype).removeprefix("torch."),
+            "weights": digest[:_NUM_DIGITS],
+            **{name: _short([described.get(field) for field in fields]) for name, fields in _CONFIG_FIELDS.items()},
+        }
+    )
+
+
+def _short(values: list[object]) -> str:
+    """A number or a word as it is, none for nothing, a digest of anything else."""
+    if all(value is None for value in values):
+        return "none"
+    if len(values) == 1 and _PLAIN.fullmatch(str(values[0])):
+        return str(values[0])
+    canonical = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:_NUM_DIGITS]
 
 
 def digest_file(path: Path) -> bytes:

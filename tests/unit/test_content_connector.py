@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,15 @@ class Node:
         self.store, self.clock = GatedStore(), Clock()
         self.notified = threading.Semaphore(0)
         context = ConnectorContext(
-            "fake", "e1", BLOCK_SIZE, "f1", self.notified.release, self.clock, is_producer, is_consumer
+            "fake",
+            "e1",
+            BLOCK_SIZE,
+            "f1",
+            self.notified.release,
+            self.clock,
+            is_producer,
+            is_consumer,
+            "layers=4 dtype=bfloat16",
         )
         connector = content_connector(self.store, context)
         assert isinstance(connector.scheduler, ContentScheduler)
@@ -132,6 +141,24 @@ def test_what_another_node_promised_and_is_not_there_is_told(node: Node, caplog:
     assert not caplog.records
     assert node.found(promised(5, "fake"), 1) == 0
     assert "request r5 is computed here: none of its KV is in the fake store of this node" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("handle", "reason"),
+    [
+        ({"fingerprint": "g1", "description": "layers=3 dtype=bfloat16"}, "layers 3 there, 4 here"),
+        ({"fingerprint": "g1"}, "fingerprint g1 there, f1 here"),
+        ({"block_size": 8}, "blocks of 8 tokens there, of 4 here"),
+    ],
+)
+def test_what_can_not_be_there_is_told_with_both_values(
+    node: Node, caplog: pytest.LogCaptureFixture, handle: dict[str, Any], reason: str
+) -> None:
+    source = replace(KVHandle("fake", "e2", "", "", 4 * BLOCK_SIZE, (), BLOCK_SIZE, "f1"), **handle)
+    assert node.found(replace(request(1), source=source)) == 0
+    assert caplog.messages[-1].endswith(
+        f"none of its KV is in the fake store of this node, and would not fit: {reason}"
+    )
 
 
 def test_a_node_that_only_saves_asks_for_nothing() -> None:
@@ -301,6 +328,7 @@ def test_a_prompt_is_handed_on_by_its_hashes() -> None:
     handle = node.scheduler.request_finished(request(1), [5, 6])
     assert handle is not None
     assert (handle.connector, handle.engine_id, handle.fingerprint) == ("fake", "e1", "f1")
+    assert handle.description == "layers=4 dtype=bfloat16"
     assert (handle.num_tokens, handle.lease_id, handle.block_ids) == (2 * BLOCK_SIZE, "", ())
     assert Node(is_producer=False).scheduler.request_finished(request(1), [5, 6]) is None
     assert not Node(is_producer=False).scheduler.wants_saves

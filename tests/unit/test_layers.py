@@ -35,6 +35,7 @@ LEAVES = (
     "server.guidance.grammar",
     "server.guidance.params",
     "server.host",
+    "server.kv_description",
     "server.kv_handle",
     "server.kv_transfer_config",
     "server.passing_thread",

@@ -65,6 +65,7 @@ class Halves:
             clock=lambda: 100.0,
             is_producer=is_producer,
             is_consumer=is_consumer,
+            kv_description="format=1 dtype=bfloat16 layers=4",
         )
         self.leases = LeaseTable(lease_s=30.0, peer_timeout_s=3.0, clock=context.clock, notify=context.notify)
         self.scheduler = PeerScheduler(self.transport, self.leases, context, transfer_timeout_s=5.0)
@@ -128,7 +129,12 @@ def test_a_handle_that_can_not_be_is_of_no_use(halves: Halves, changes: dict[str
 
 def test_both_fingerprints_are_named(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
     halves.ask(replace(HANDLE, fingerprint="g"))
-    assert "fingerprint of its KV: g, of this node's: f" in caplog.text
+    assert "request r is computed here: fingerprint g there, f here" in caplog.text
+
+
+def test_what_differs_is_named_with_both_values(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
+    halves.ask(replace(HANDLE, fingerprint="g", description="format=1 dtype=bfloat16 layers=3"))
+    assert "request r is computed here: layers 3 there, 4 here" in caplog.text
 
 
 def test_a_handle_of_another_connector_is_left_to_that(halves: Halves, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,7 +186,8 @@ def test_a_lease_that_nothing_is_wanted_of_is_given_back(halves: Halves) -> None
 def test_a_handle_of_our_own(halves: Halves) -> None:
     handle = halves.scheduler.request_finished(KVRequest(5, "r", 13, HASHES[:3]), (4, 6, 2))
     assert handle is not None
-    assert handle == KVHandle("tcp", "us", "127.0.0.1:9", handle.lease_id, 12, (4, 6, 2), 4, "f")
+    description = "format=1 dtype=bfloat16 layers=4"
+    assert handle == KVHandle("tcp", "us", "127.0.0.1:9", handle.lease_id, 12, (4, 6, 2), 4, "f", description)
     assert halves.ask(handle) == 12
     halves.scheduler.cancel(5)
     assert halves.worker.get_finished().released == (handle.lease_id,)
