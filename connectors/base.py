@@ -103,10 +103,14 @@ class BlockLoad:
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """A full block whose tokens have settled; it stays as it is until it was reported as saved."""
+    """A full block whose tokens have settled; it stays as it is until it was reported as saved.
+
+    Attributes: announcement: number of the one that it equals, see ConnectorScheduler.announce; None without one.
+    """
 
     block_id: int
     block_hash: bytes
+    announcement: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,20 @@ class ConnectorScheduler(ABC, Generic[Metadata]):
         """Whether full blocks are to be offered."""
         return False
 
+    def announce(self, saves: Sequence[BlockSave]) -> None:
+        """The step that comes with the next metadata fills these blocks, with tokens that are known: parts of prompts.
+
+        None of them may be kept yet, as the step may fail, or its sequence end before it has settled. Those that have
+        settled are offered to `save` then, each as an equal object, unless they had to wait for long; of the others
+        nothing more is heard. Each is announced once. Blocks that generated tokens or drafts fill never are.
+        Only called if `wants_announcements`.
+        """
+
+    @property
+    def wants_announcements(self) -> bool:
+        """Whether blocks that a step fills are to be announced; needs `wants_saves`."""
+        return False
+
     @property
     def load_timeout_s(self) -> float:
         """Nobody waits longer for a load; its blocks are left alone until it has ended."""
@@ -218,11 +236,30 @@ class ConnectorWorker(ABC, Generic[Metadata]):
     def start_load_kv(self, metadata: Metadata) -> None:
         """Begin what was ordered, without waiting for it; in front of a step's forward pass, or without one."""
 
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether `wait_for_layer_load` and `save_kv_layer` are called; asked for once, behind `register_kv_caches`.
+
+        They are in steps that compute prompts, whether other rows decode in them or not, by the step thread, between
+        `start_load_kv`, which is not called where there is no metadata, and `wait_for_save`. For each layer of the
+        target once, in order: wait for 0, save 0, wait for 1, ... A step that fails leaves out the rest. Steps that
+        only decode are not interrupted: on CUDA they are one graph. Networks that draft have no layers here.
+        """
+        return False
+
     def wait_for_layer_load(self, layer: int) -> None:
-        """Wait for a layer of what this step's rows need; nothing by default, as loads end before rows are planned."""
+        """Return once a layer's blocks may be attended to, on CUDA by what is queued on the current stream next.
+
+        Nothing by default, as loads end before rows are planned. What it raises fails the step.
+        """
 
     def save_kv_layer(self, layer: int) -> None:
-        """A layer of this step's tokens is queued on the device."""
+        """A layer of this step's tokens is in the cache: on CUDA, behind what is queued on the current stream.
+
+        Returns without waiting for a copy, as the next layer does not begin before. What was announced for the step is
+        not settled yet. What it raises is logged; the step's other layers are not offered then, and nothing is lost,
+        as each block is still offered as a whole.
+        """
 
     def wait_for_save(self) -> None:
         """The forward pass is queued; return once the blocks may be written to by the next one."""

@@ -136,6 +136,17 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
                 member.save(saves)
 
     @property
+    def wants_announcements(self) -> bool:
+        """Whether any member wants them."""
+        return any(member.wants_announcements for member in self._members)
+
+    def announce(self, saves: Sequence[BlockSave]) -> None:
+        """To all members that want to know."""
+        for member in self._members:
+            if member.wants_announcements:
+                member.announce(saves)
+
+    @property
     def load_timeout_s(self) -> float:
         """The longest of all."""
         return max(member.load_timeout_s for member in self._members)
@@ -182,15 +193,22 @@ class MultiWorker(ConnectorWorker[MultiMetadata]):
             if own is not None:
                 member.start_load_kv(own)
 
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether any member is."""
+        return any(member.is_layerwise for member in self._members)
+
     def wait_for_layer_load(self, layer: int) -> None:
-        """Of all."""
+        """Of all that ask for it."""
         for member in self._members:
-            member.wait_for_layer_load(layer)
+            if member.is_layerwise:
+                member.wait_for_layer_load(layer)
 
     def save_kv_layer(self, layer: int) -> None:
-        """To all."""
+        """To all that ask for it."""
         for member in self._members:
-            member.save_kv_layer(layer)
+            if member.is_layerwise:
+                member.save_kv_layer(layer)
 
     def wait_for_save(self) -> None:
         """Of all."""

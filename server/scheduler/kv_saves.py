@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import count
 
 from connectors.base import BlockSave, ConnectorScheduler, KVRequest
 from server.kv.block_pool import BlockPool
 from server.scheduler.held_blocks import HeldBlocks
 from server.scheduler.outputs import SequenceOutput
-from server.scheduler.sequence import Sequence
+from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
 
 MAX_SAVING_SHARE = 0.25
@@ -64,6 +65,10 @@ class KVSaves:
         self._saving: dict[int, bytes] = {}
         self._queued: dict[int, bytes] = {}
         self._ordered: list[BlockSave] = []
+        self._is_announcing = connector.wants_announcements
+        self._next_announcement = count().__next__
+        self._filling: dict[int, BlockSave] = {}
+        self._announced: list[BlockSave] = []
         self._leases: dict[str, _Lease] = {}
         self._handed_on: set[str] = set()
         self._handing_on: list[_HandingOn] = []
@@ -72,6 +77,24 @@ class KVSaves:
     def is_handing_on(self) -> bool:
         """Whether choices wait for their blocks to be saved."""
         return bool(self._handing_on)
+
+    def launch(self, sequence: Sequence, row: InFlight, end: int) -> None:
+        """A row is to be launched that computes up to position `end`: announce what it fills with known tokens.
+
+        Only rows write to blocks that are offered, so what was announced of one last tells how it was filled.
+        """
+        if not self._is_announcing:
+            return
+        num_filled = min(end - row.num_drafts, len(sequence.token_ids)) // self._block_size
+        if row.is_sampling and row.num_query == 1 + row.num_drafts:
+            num_filled = 0  # it decodes
+        hashes = sequence.hashes.up_to(sequence.token_ids, num_filled)
+        for place in range(sequence.computed_upper // self._block_size, -(-end // self._block_size)):
+            block_id = sequence.block_ids[place]
+            self._filling.pop(block_id, None)
+            if place < num_filled and self._pool.lookup(hashes[place]) is None:
+                self._filling[block_id] = BlockSave(block_id, hashes[place], self._next_announcement())
+                self._announced.append(self._filling[block_id])
 
     def offer(self, block_id: int, block_hash: bytes) -> None:
         """A block is full of settled tokens and published; of equal ones the first is enough."""
@@ -91,10 +114,17 @@ class KVSaves:
                 continue
             self._held.acquire([block_id])
             self._saving[block_id] = block_hash
-            self._ordered.append(BlockSave(block_id, block_hash))
+            announced = self._filling.pop(block_id, None)
+            save = BlockSave(block_id, block_hash)
+            if announced is not None and announced.block_hash == block_hash:
+                save = announced
+            self._ordered.append(save)
 
     def tell(self) -> None:
-        """Offer the connector what is held for it."""
+        """Offer the connector what is held for it, and announce what the next step fills."""
+        if self._announced:
+            self._connector.announce(self._announced)
+            self._announced = []
         if self._ordered:
             self._connector.save(self._ordered)
             self._ordered = []

@@ -190,6 +190,8 @@ class Scheduler:
         # The prompt's last position has the first output token as its target.
         if sequence.computed_upper < sequence.num_prompt - 1 and sequence.needs_prompt_logprobs:
             num_logprobs = sequence.request.sampling.prompt_logprobs
+        if self.external is not None:
+            self.external.saves.launch(sequence, wanted, end)
         sequence.launch(wanted)
         # By position, as names cost as much as the row itself.
         return PlanRow(

@@ -119,7 +119,7 @@ class Runner:
             reader.bind(self.batch.memory(num_blocks=kv.shape[0], block_size=kv.shape[3]))
         self._transfers = None
         if connector is not None:
-            self._transfers = Transfers(connector, kv, fingerprint, arranged.followers)
+            self._transfers = Transfers(connector, model.base_model, kv, fingerprint, arranged.followers)
         self._generation = Generation(
             self.batch, head, self._logits_processor, self._drafting, acceptance, vocabulary, max_drafts=max_drafts
         )
@@ -214,9 +214,15 @@ class Runner:
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""
-        target = self._target.forward(inputs)
+        target = self._forward(inputs)
         prompt = self._prompt_logprobs(inputs, target.hidden)
         return StepOutputs.of(target.is_broken, self._generation.generate(inputs, target), prompt)
+
+    def _forward(self, inputs: StepInputs) -> TargetOutputs:
+        if self._transfers is None or inputs.known_row is None:  # all rows decode, as captured steps do
+            return self._target.forward(inputs)
+        with self._transfers.between_layers():
+            return self._target.forward(inputs)
 
     def settle(self, handle: StepHandle) -> StepResult:
         """Wait for a launched step."""

@@ -54,13 +54,14 @@ class FakeMetadata:
     loads: tuple[BlockLoad, ...]
     saves: tuple[BlockSave, ...]
     cancelled: tuple[int, ...]
+    announced: tuple[BlockSave, ...]
 
 
 class FakeConnector(ConnectorScheduler[FakeMetadata]):
     """Both halves of a connector, on one thread; nothing goes on but with `tick`.
 
     Attributes:
-        num_loads, num_bad_blocks, num_saves, num_leases: that have ended.
+        num_loads, num_bad_blocks, num_saves, num_leases: that have ended. num_announced: saves that were announced.
     """
 
     def __init__(self, rng: random.Random, store: FakeStore, block_size: int) -> None:
@@ -70,6 +71,7 @@ class FakeConnector(ConnectorScheduler[FakeMetadata]):
         self._slowness = rng.choice((1, 3, 10, 40))
         self._error_rate = rng.choice((0.0, 0.0, 0.1, 0.5))
         self._wants_saves = rng.random() < 0.8
+        self._wants_announcements = self._wants_saves and rng.random() < 0.7
         self._hands_on = rng.choice(("nothing", "content", "lease", "lease"))
         self._node = rng.randrange(10**9)
         self._unknown: dict[int, int] = {}
@@ -78,7 +80,10 @@ class FakeConnector(ConnectorScheduler[FakeMetadata]):
         self._loads: list[_Load] = []
         self._saves: list[_Save] = []
         self._leases: dict[str, _Lease] = {}
-        self.num_loads = self.num_bad_blocks = self.num_saves = self.num_leases = 0
+        self._announced: tuple[BlockSave, ...] = ()
+        self._filling: tuple[BlockSave, ...] = ()
+        self._copies: dict[BlockSave, Cells] = {}
+        self.num_loads = self.num_bad_blocks = self.num_saves = self.num_leases = self.num_announced = 0
 
     def bind(self, executor: FakeExecutor, pool: BlockPool) -> None:
         """Move what this device holds."""
@@ -128,12 +133,20 @@ class FakeConnector(ConnectorScheduler[FakeMetadata]):
             assert self._pool._hash_of[save.block_id] == save.block_hash
         self._ordered[1].extend(saves)
 
+    @property
+    def wants_announcements(self) -> bool:
+        return self._wants_announcements
+
+    def announce(self, saves: Sequence[BlockSave]) -> None:
+        assert not self._announced, "what was announced before has got no step"
+        self._announced = tuple(saves)
+
     def build_connector_meta(self) -> FakeMetadata | None:
-        loads, saves, cancelled = self._ordered
-        self._ordered = ([], [], [])
-        if not (loads or saves or cancelled):
+        (loads, saves, cancelled), announced = self._ordered, self._announced
+        self._ordered, self._announced = ([], [], []), ()
+        if not (loads or saves or cancelled or announced):
             return None
-        return FakeMetadata(tuple(loads), tuple(saves), tuple(cancelled))
+        return FakeMetadata(tuple(loads), tuple(saves), tuple(cancelled), announced)
 
     def request_finished(self, request: KVRequest, block_ids: Sequence[int]) -> KVHandle | None:
         if self._hands_on == "nothing":
@@ -173,6 +186,10 @@ class FakeConnector(ConnectorScheduler[FakeMetadata]):
         for save in metadata.saves:
             cells = self._executor.block(save.block_id)
             self._saves.append(_Save(save, cells, self._rng.randint(0, self._slowness)))
+            if save.announcement is not None:
+                assert self._copies.pop(save) == cells, "the step that it was announced for has filled it otherwise"
+                self.num_announced += 1
+        self._filling = metadata.announced
         for seq_id in metadata.cancelled:
             for load in self._loads:
                 load.is_lost |= load.order.seq_id == seq_id and self._rng.random() < 0.5
@@ -183,6 +200,12 @@ class FakeConnector(ConnectorScheduler[FakeMetadata]):
     def _spoil(self, order: BlockLoad) -> None:
         for block_id in order.block_ids:
             self._executor.fill(block_id, (_GARBAGE,) * self._block_size)
+
+    def end_step(self, *, has_run: bool) -> None:
+        """Copy what the step has filled that was begun last."""
+        if has_run:
+            self._copies.update({save: self._executor.block(save.block_id) for save in self._filling})
+        self._filling = ()
 
     def poll(self) -> tuple[Finished, frozenset[int]]:
         """Time goes on by one step. Returns: what has ended by then, and blocks that were not loaded."""

@@ -21,15 +21,23 @@ from server.kv_handle import KVHandle
 class ScriptedScheduler(ConnectorScheduler[str]):
     """Answers in the order in which it was given answers; 0 when there are none left."""
 
-    def __init__(self, *answers: int | None, wants_saves: bool = True, handle: KVHandle | None = None) -> None:
+    def __init__(
+        self,
+        *answers: int | None,
+        wants_saves: bool = True,
+        wants_announcements: bool = False,
+        handle: KVHandle | None = None,
+    ) -> None:
         self.answers = list(answers)
         self.asked: list[int] = []
         self.loads: list[BlockLoad] = []
         self.saves: list[BlockSave] = []
+        self.announced: list[BlockSave] = []
         self.cancelled: list[int] = []
         self.metadata: str | None = None
         self.num_finished = 0
         self._wants_saves = wants_saves
+        self._wants_announcements = wants_announcements
         self._handle = handle
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
@@ -46,6 +54,13 @@ class ScriptedScheduler(ConnectorScheduler[str]):
     def save(self, saves: Sequence[BlockSave]) -> None:
         self.saves += saves
 
+    @property
+    def wants_announcements(self) -> bool:
+        return self._wants_announcements
+
+    def announce(self, saves: Sequence[BlockSave]) -> None:
+        self.announced += saves
+
     def build_connector_meta(self) -> str | None:
         return self.metadata
 
@@ -60,10 +75,15 @@ class ScriptedScheduler(ConnectorScheduler[str]):
 class ScriptedWorker(ConnectorWorker[str]):
     """Reports what it was given to report."""
 
-    def __init__(self, *, breaks_at_shutdown: bool = False) -> None:
+    def __init__(
+        self, *, is_layerwise: bool = False, broken_layer: int | None = None, breaks_at_shutdown: bool = False
+    ) -> None:
+        """Args: broken_layer: saving it raises."""
         self.heard: list[str] = []
         self.finished = Finished()
         self.errors: frozenset[int] = frozenset()
+        self._is_layerwise = is_layerwise
+        self._broken_layer = broken_layer
         self._breaks_at_shutdown = breaks_at_shutdown
 
     def register_kv_caches(self, caches: KVCaches) -> None:
@@ -72,11 +92,17 @@ class ScriptedWorker(ConnectorWorker[str]):
     def start_load_kv(self, metadata: str) -> None:
         self.heard.append(metadata)
 
+    @property
+    def is_layerwise(self) -> bool:
+        return self._is_layerwise
+
     def wait_for_layer_load(self, layer: int) -> None:
         self.heard.append(f"wait for layer {layer}")
 
     def save_kv_layer(self, layer: int) -> None:
         self.heard.append(f"save layer {layer}")
+        if layer == self._broken_layer:
+            raise RuntimeError("broken")
 
     def wait_for_save(self) -> None:
         self.heard.append("wait for saves")

@@ -109,7 +109,9 @@ class ConnectedSimulation(Simulation):
     def _launch(self, plan: StepPlan) -> Any:
         if plan.transfers is not None:
             self.connector.begin(plan.transfers)
-        return super()._launch(plan)
+        launched = super()._launch(plan)
+        self.connector.end_step(has_run=not isinstance(launched, Exception))
+        return launched
 
     def _begin_transfers(self) -> bool:
         external = self.scheduler.external

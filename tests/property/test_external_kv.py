@@ -9,7 +9,7 @@ POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
 
 def run_seeds(seeds: range, *, depth: int, policy: str, num_steps: int) -> None:
-    counts = [0] * 8
+    counts = [0] * 9
     for seed in seeds:
         nodes = Nodes(seed, depth=depth, policy=policy)
         try:
@@ -27,6 +27,7 @@ def run_seeds(seeds: range, *, depth: int, policy: str, num_steps: int) -> None:
                 connector.num_loads,
                 connector.num_bad_blocks,
                 connector.num_saves,
+                connector.num_announced,
                 connector.num_leases,
             )
             counts = [one + other for one, other in zip(counts, found, strict=True)]

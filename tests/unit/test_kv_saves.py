@@ -11,6 +11,7 @@ from server.engine.protocol import FinishReason
 from server.kv_handle import KVHandle
 from server.scheduler.kv_saves import HAND_ON_TIMEOUT_S
 from tests.fakes.core import Core, make_core, make_request
+from tests.fakes.executor import reference
 from tests.fakes.scripted_connector import ScriptedScheduler
 
 BLOCK = 4
@@ -21,8 +22,17 @@ LEASED = replace(CONTENT, lease_id="lease-1")
 class Saving:
     """A core whose connector takes blocks; saves end when the test says so."""
 
-    def __init__(self, handle: KVHandle | None = None, *, wants_saves: bool = True, **settings: Any) -> None:
-        self.connector = ScriptedScheduler(wants_saves=wants_saves, handle=handle)
+    def __init__(
+        self,
+        handle: KVHandle | None = None,
+        *,
+        wants_saves: bool = True,
+        wants_announcements: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.connector = ScriptedScheduler(
+            wants_saves=wants_saves, wants_announcements=wants_announcements, handle=handle
+        )
         self.core: Core = make_core(block_size=BLOCK, connector=self.connector, **settings)
         self.scheduler, self.pool = self.core.scheduler, self.core.pool
 
@@ -188,3 +198,70 @@ def test_a_sequence_is_preempted_while_its_blocks_are_being_saved() -> None:
     for _ in range(4):
         saving.end_saves()
     assert saving.pool.num_free == saving.pool.num_usable
+
+
+def test_nothing_is_announced_to_who_does_not_want_to_know() -> None:
+    saving = Saving()
+    saving.compute("a", 11)
+    assert saving.connector.announced == []
+    assert all(save.announcement is None for save in saving.connector.saves)
+
+
+@pytest.mark.parametrize("budget", [3, 4, 6, 64])
+def test_what_a_prompt_fills_is_announced_once_and_offered_as_announced(budget: int) -> None:
+    """Whatever chunks it is computed in."""
+    saving = Saving(wants_announcements=True, num_blocks=32, max_num_batched_tokens=budget)
+    saving.compute("a", 27)
+    assert len(saving.connector.saves) == 6
+    announced = saving.connector.announced
+    assert saving.connector.saves == announced[: len(saving.connector.saves)]
+    assert len({save.announcement for save in announced}) == len(announced) == 6
+
+
+def test_what_generated_tokens_fill_is_not_announced() -> None:
+    """Nor what drafts do, which may be wrong."""
+    saving = Saving(wants_announcements=True, num_blocks=32, max_drafts=3)
+    saving.scheduler.add(make_request("a", range(10), max_tokens=15, stop_token_ids=()))
+    while saving.scheduler._by_id:
+        saving.step()
+    saving.step()
+    assert len(saving.connector.announced) == 2
+    assert [save.announcement is None for save in saving.connector.saves] == [False, False, True, True, True, True]
+
+
+def test_what_is_in_the_cache_is_not_announced_again() -> None:
+    saving = Saving(wants_announcements=True)
+    saving.compute("a", 11)
+    saving.end_saves()
+    saving.compute("a", 15)
+    assert len(saving.connector.announced) == 3
+    assert [save.announcement for save in saving.connector.saves] == [2]
+
+
+def test_a_block_whose_step_failed_is_announced_anew() -> None:
+    saving = Saving(wants_announcements=True)
+    saving.core.executor.row_error_rate = 1.0
+    saving.compute("a", 11)
+    assert saving.connector.saves == []
+    saving.core.executor.row_error_rate = 0.0
+    saving.compute("a", 11)
+    first, second = saving.connector.announced[:2], saving.connector.announced[2:]
+    assert [save.block_hash for save in first] == [save.block_hash for save in second]
+    assert saving.connector.saves == second
+
+
+def test_what_was_announced_of_a_block_is_void_once_something_else_fills_it() -> None:
+    """A prompt's step fails; then a shorter prompt goes on just as that did, in the same blocks."""
+    saving = Saving(wants_announcements=True)
+    shorter = make_request("b", range(2 * BLOCK - 1), max_tokens=2)
+    first_token = reference(shorter, 0)[0][0]
+    saving.core.executor.row_error_rate = 1.0
+    saving.scheduler.add(make_request("a", (*shorter.prompt_token_ids, first_token), max_tokens=1))
+    saving.step()
+    saving.core.executor.row_error_rate = 0.0
+    saving.scheduler.add(shorter)
+    for _ in range(3):
+        saving.step()
+    failed, announced = saving.connector.announced[:2], saving.connector.announced[2:]
+    assert saving.connector.saves == [*announced, replace(failed[1], announcement=None)]
+    assert announced == [replace(failed[0], announcement=2)]

@@ -159,16 +159,28 @@ class TestWhatHasFinished:
         assert MultiWorker(workers, 0).get_finished() == Finished(released=("a", "b"))
 
 
-def test_everybody_hears_of_steps() -> None:
-    workers = [ScriptedWorker(), ScriptedWorker()]
+def test_everybody_hears_of_steps_and_of_layers_whoever_asks_for_them() -> None:
+    workers = [ScriptedWorker(), ScriptedWorker(is_layerwise=True)]
     multi = MultiWorker(workers, 2)
     group = KVGroup("target", "00", torch.zeros(2, 1, 1, BLOCK_SIZE, 2))
     multi.register_kv_caches(KVCaches((group,), BLOCK_SIZE))
     multi.wait_for_layer_load(0)
     multi.save_kv_layer(1)
     multi.wait_for_save()
-    expected = [f"blocks of {BLOCK_SIZE}", "wait for layer 0", "save layer 1", "wait for saves"]
-    assert [worker.heard for worker in workers] == [expected, expected]
+    begin, end = f"blocks of {BLOCK_SIZE}", "wait for saves"
+    assert workers[0].heard == [begin, end]
+    assert workers[1].heard == [begin, "wait for layer 0", "save layer 1", end]
+    assert multi.is_layerwise
+    assert not MultiWorker(workers[:1], 1).is_layerwise
+
+
+def test_blocks_are_announced_to_whoever_wants_to_know() -> None:
+    members = [ScriptedScheduler(), ScriptedScheduler(wants_announcements=True)]
+    multi = MultiScheduler(members, BLOCK_SIZE)
+    assert multi.wants_announcements
+    multi.announce(SAVES)
+    assert [member.announced for member in members] == [[], list(SAVES)]
+    assert not MultiScheduler(members[:1], BLOCK_SIZE).wants_announcements
 
 
 def test_one_that_breaks_at_shutdown_keeps_nobody_running() -> None:

@@ -1,10 +1,12 @@
 """The worker's view of a connector: what is told to whom, and in which order."""
 
+import logging
 from collections.abc import Sequence
 from typing import cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from connectors.base import Finished, KVCaches, KVGroup, TransferPlan
 from proposers.network import Follower
@@ -28,6 +30,32 @@ class RecordingFollower:
         self._heard.append(f"adopt {list(block_ids)}")
 
 
+class Layer(nn.Module):
+    """One that says when it runs."""
+
+    def __init__(self, index: int, heard: list[str]) -> None:
+        super().__init__()
+        self.layer_idx = index
+        self._heard = heard
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self._heard.append(f"layer {self.layer_idx}")
+        return hidden
+
+
+class Model(nn.Module):
+    """Two layers."""
+
+    def __init__(self, heard: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(0, heard), Layer(1, heard)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
 class RegisteringWorker(ScriptedWorker):
     """Keeps what it was registered with."""
 
@@ -41,12 +69,17 @@ def worker() -> RegisteringWorker:
     return RegisteringWorker()
 
 
+def make_transfers(worker: ScriptedWorker) -> tuple[Transfers, Model]:
+    model = Model(worker.heard)
+    follower = cast(Follower, RecordingFollower(worker.heard))
+    made = Transfers(worker, model, torch.zeros(5, 2, 1, 16, 8), "f1", [follower])
+    worker.heard.clear()
+    return made, model
+
+
 @pytest.fixture
 def transfers(worker: RegisteringWorker) -> Transfers:
-    follower = cast(Follower, RecordingFollower(worker.heard))
-    made = Transfers(worker, torch.zeros(5, 2, 1, 16, 8), "f1", [follower])
-    worker.heard.clear()
-    return made
+    return make_transfers(worker)[0]
 
 
 PLAN = TransferPlan("load and save", (3, 4))
@@ -89,3 +122,48 @@ def test_whoever_drafts_hears_which_blocks_came_in_full(worker: RegisteringWorke
     worker.finished = Finished(loaded=(7,), complete=(3,))
     assert transfers.poll() == (Finished(loaded=(7,), complete=(3,)), frozenset({4}))
     assert worker.heard == ["adopt [3]"]
+
+
+def forward(worker: ScriptedWorker) -> list[str]:
+    """What is heard of a step that computes a prompt, and of a pass of the same model behind it."""
+    transfers, model = make_transfers(worker)
+    with transfers.step(PLAN):
+        with transfers.between_layers():
+            model(torch.zeros(1))
+        worker.heard.append("drafts")
+        model(torch.zeros(1))
+    return worker.heard[2:]
+
+
+BEHIND = ["drafts", "layer 0", "layer 1", "wait for saves"]
+
+
+def test_between_layers_nobody_is_called_who_does_not_ask_for_it() -> None:
+    assert forward(ScriptedWorker()) == ["layer 0", "layer 1", *BEHIND]
+
+
+def test_between_layers_a_connector_waits_and_saves() -> None:
+    expected = [f"{what} {layer}" for layer in (0, 1) for what in ("wait for layer", "layer", "save layer")]
+    assert forward(ScriptedWorker(is_layerwise=True)) == [*expected, *BEHIND]
+
+
+def test_a_layer_that_cannot_be_saved_is_the_steps_last_to_be_offered(caplog: pytest.LogCaptureFixture) -> None:
+    """The step goes on, and the next one begins anew."""
+    worker = ScriptedWorker(is_layerwise=True, broken_layer=0)
+    with caplog.at_level(logging.CRITICAL):
+        heard = forward(worker)
+    assert heard == ["wait for layer 0", "layer 0", "save layer 0", "wait for layer 1", "layer 1", *BEHIND]
+    transfers, model = make_transfers(worker)
+    for _ in range(2):
+        with caplog.at_level(logging.CRITICAL), transfers.between_layers():
+            model(torch.zeros(1))
+    assert worker.heard.count("save layer 0") == 2
+
+
+def test_a_wait_that_raises_fails_the_step() -> None:
+    class Unready(ScriptedWorker):
+        def wait_for_layer_load(self, layer: int) -> None:
+            raise RuntimeError(f"layer {layer} did not come")
+
+    with pytest.raises(RuntimeError, match="layer 0 did not come"):
+        forward(Unready(is_layerwise=True))
