@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.host_blocks import HostBlocks
+from connectors.layer_stages import LayerStages, StagedBlock
 from connectors.misfit import misfit
 from connectors.rare_log import RareLog
 from connectors.save_failure import SaveFailure
@@ -41,11 +43,16 @@ def namespace(group: KVGroup, block_size: int) -> str:
     return f"{group.fingerprint}-{group.name}-{block_size}"
 
 
-def content_connector(store: BlockStore, context: ConnectorContext) -> Connector:
-    """Both halves on a store, which is closed with them."""
+def content_connector(store: BlockStore, context: ConnectorContext, *, layerwise: bool = False) -> Connector:
+    """Both halves on a store, which is closed with them.
+
+    Args: layerwise: whether blocks of prompts are copied layer by layer, while their step computes the next ones.
+    """
     asking, patience = Threads("outrider-kv-find", 1), Patience(context)
+    layerwise = layerwise and context.is_producer
     return Connector(
-        ContentScheduler(store, context, asking, patience), ContentWorker(store, context, asking, patience)
+        ContentScheduler(store, context, asking, patience, layerwise=layerwise),
+        ContentWorker(store, context, asking, patience, layerwise=layerwise),
     )
 
 
@@ -70,11 +77,16 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class ContentMetadata:
-    """What is to be done next. Attributes: cancelled: loads that nobody waits for any more, if there are such."""
+    """What is to be done next.
+
+    Attributes:
+        cancelled: loads that nobody waits for any more, if there are such. announced: what the step fills.
+    """
 
     loads: tuple[BlockLoad, ...]
     saves: tuple[BlockSave, ...]
     cancelled: tuple[int, ...] = ()
+    announced: tuple[BlockSave, ...] = ()
 
 
 @dataclass(slots=True)
@@ -99,7 +111,9 @@ class _Loading:
 class ContentScheduler(ConnectorScheduler[ContentMetadata]):
     """Asks the store on a thread of its own, and orders what it was told of."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience) -> None:
+    def __init__(
+        self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience, *, layerwise: bool
+    ) -> None:
         """Args: asking: that wait for the store's answers; the worker half ends them. patience: of both halves."""
         self._store = store
         self._context = context
@@ -110,6 +124,8 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         self._loads: list[BlockLoad] = []
         self._saves: list[BlockSave] = []
         self._cancelled: list[int] = []
+        self._announced: tuple[BlockSave, ...] = ()
+        self._is_layerwise = layerwise
         self._log = RareLog(logger, context.clock)
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
@@ -185,12 +201,21 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
         """Order them all with the next metadata."""
         self._saves += saves
 
+    @property
+    def wants_announcements(self) -> bool:
+        """Whether blocks are copied while they are filled."""
+        return self._is_layerwise
+
+    def announce(self, saves: Sequence[BlockSave]) -> None:
+        """They go with the next metadata."""
+        self._announced = tuple(saves)
+
     def build_connector_meta(self) -> ContentMetadata | None:
         """What was ordered since the last one."""
-        if not (self._loads or self._saves or self._cancelled):
+        if not (self._loads or self._saves or self._cancelled or self._announced):
             return None
-        metadata = ContentMetadata(tuple(self._loads), tuple(self._saves), tuple(self._cancelled))
-        self._loads, self._saves, self._cancelled = [], [], []
+        metadata = ContentMetadata(tuple(self._loads), tuple(self._saves), tuple(self._cancelled), self._announced)
+        self._loads, self._saves, self._cancelled, self._announced = [], [], [], ()
         return metadata
 
     def request_finished(self, request: KVRequest, block_ids: Sequence[int]) -> KVHandle | None:
@@ -218,7 +243,9 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
 class ContentWorker(ConnectorWorker[ContentMetadata]):
     """Loads and saves on threads of its own, straight from and to the blocks where these are in host memory."""
 
-    def __init__(self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience) -> None:
+    def __init__(
+        self, store: BlockStore, context: ConnectorContext, asking: Threads, patience: Patience, *, layerwise: bool
+    ) -> None:
         """Args: asking, patience: those of the scheduler half."""
         self._store = store
         self._context = context
@@ -227,6 +254,8 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         self._is_closed = False
         self._threads = Threads("outrider-kv", NUM_THREADS)
         self._groups: list[tuple[str, KVGroup, HostBlocks]] = []
+        self._is_layerwise = layerwise
+        self._stages: LayerStages | None = None
         self._queued: dict[int, _Loading] = {}
         self._moving: dict[int, _Loading] = {}
         self._ended: deque[tuple[Finished, frozenset[int]]] = deque()
@@ -240,6 +269,8 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
             (namespace(group, caches.block_size), group, HostBlocks(group.blocks, NUM_THREADS))
             for group in caches.groups
         ]
+        if self._is_layerwise:
+            self._stages = LayerStages(caches.target.blocks)
 
     def start_load_kv(self, metadata: ContentMetadata) -> None:
         """Hand everything to the threads, loads first."""
@@ -249,9 +280,27 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
             self._queued[load.seq_id] = _Loading(load, self._context.clock())
             self._threads.submit(partial(self._load, load.seq_id))
         for save in metadata.saves:
-            self._threads.submit(partial(self._save, save))
+            staged = None if self._stages is None else self._stages.claim(save)
+            self._threads.submit(partial(self._save, save, staged))
         for seq_id in metadata.cancelled:
             self._cancel(seq_id)
+        if self._stages is not None:
+            self._stages.begin(metadata.announced)
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether blocks are copied while they are filled."""
+        return self._is_layerwise
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Have it copied out of the blocks that the step fills, the target's only: drafts are not made by layers."""
+        if self._stages is not None:
+            self._stages.copy(layer)
+
+    def wait_for_save(self) -> None:
+        """Nobody waits: blocks that are given to others while they are copied are not saved."""
+        if self._stages is not None:
+            self._stages.end()
 
     def get_finished(self) -> Finished:
         """What the threads have ended; loads that wait for one end too if the store hangs."""
@@ -278,6 +327,8 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
             self._cancel(seq_id)
         has_moved = self._threads.end(timeout_s)
         has_asked = self._asking.end(max(0.0, until_s - time.monotonic()))
+        if self._stages is not None:
+            self._stages.close(max(0.0, until_s - time.monotonic()))
         if has_moved and has_asked and not self._is_closed:
             self._is_closed = True
             self._store.close()
@@ -319,20 +370,24 @@ class ContentWorker(ConnectorWorker[ContentMetadata]):
         with blocks.writing(block_id) as buffer:
             return self._store.load(name, block_hash, buffer)
 
-    def _save(self, save: BlockSave) -> None:
+    def _save(self, save: BlockSave, staged: StagedBlock | None) -> None:
         try:
-            failure = self._keep(save)
+            failure = self._keep(save, None if staged is None else staged.data)
         except Exception:
             logger.exception("saving a block failed")
             failure = SaveFailure.BROKEN
         failures = () if failure is None else (failure,)
         self._end(Finished(saved=(save.block_id,), save_failures=failures), frozenset())
 
-    def _keep(self, save: BlockSave) -> SaveFailure | None:
-        """Save all groups of a block, up to the first that the store does not keep."""
-        for name, group, blocks in self._groups:
+    def _keep(self, save: BlockSave, target: memoryview | None) -> SaveFailure | None:
+        """Save all groups of a block, up to the first that the store does not keep.
+
+        Args: target: the target's bytes, if there is a copy of them.
+        """
+        copies = [target, *(None for _ in self._groups[1:])]
+        for (name, group, blocks), copy in zip(self._groups, copies, strict=True):
             if group.is_whole(save.block_id):
-                with blocks.reading(save.block_id) as data:
+                with blocks.reading(save.block_id) if copy is None else nullcontext(copy) as data:
                     failure = self._store.save(name, save.block_hash, data)
                 if failure is not None:
                     return failure

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from connectors.config import ConnectorConfig
 from connectors.store import BlockStore
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 class StoreConfig(ConnectorConfig):
     """Settings of a store; a store's own class has fields and says how it is opened."""
 
+    layerwise: bool = Field(
+        default=False, description="copy a prompt's blocks layer by layer, while later layers are computed"
+    )
+
     def open_store(self) -> BlockStore:
         """The store. Raises: ConfigError if these settings cannot be met here."""
         raise NotImplementedError
@@ -20,4 +26,4 @@ class StoreConfig(ConnectorConfig):
         """A connector on the store."""
         from connectors.content import content_connector  # torch comes with it; settings are read without
 
-        return content_connector(self.open_store(), context)
+        return content_connector(self.open_store(), context, layerwise=self.layerwise)

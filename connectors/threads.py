@@ -47,3 +47,4 @@ class Threads:
                 work()
             except Exception:
                 logger.exception("%s failed", self._name)
+            del work  # with what it holds, which may be large, while there is no other

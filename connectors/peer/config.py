@@ -1,5 +1,6 @@
 """Settings that connectors between nodes have in common."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -33,3 +34,10 @@ class PeerConfig(ConnectorConfig):
         description="nodes that may be asked for KV: IP addresses, networks (10.0.0.0/8) or patterns of host names "
         "(*.prefill.svc), each with :port or for any port; clients name the node, so allow no more than there are",
     )
+
+    @classmethod
+    def hint(cls, name: str, values: Mapping[str, object]) -> str:
+        """Whoever looks for a setting of stores hears why it is not here."""
+        if name == "layerwise":
+            return "; blocks stay in the cache until another node reads them, so nothing is saved while it is computed"
+        return super().hint(name, values)
