@@ -285,6 +285,7 @@ class ConnectorContext:
         name: of the connector, as in the configuration. engine_id: new with each start.
         notify: something has finished; from any thread.
         is_producer, is_consumer: whether KV may leave, and come in.
+        kv_description: what the fingerprint follows from, see server.kv_description.
         clock: seconds, monotonic.
     """
 
@@ -296,6 +297,7 @@ class ConnectorContext:
     clock: Callable[[], float]
     is_producer: bool = True
     is_consumer: bool = True
+    kv_description: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,5 +306,3 @@ class Connector:
 
     scheduler: ConnectorScheduler[Any]
     worker: ConnectorWorker[Any]
-        kv_description: what the fingerprint follows from, see server.kv_description.
-    kv_description: str = ""
