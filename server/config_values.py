@@ -8,10 +8,11 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic._internal._model_construction import ModelMetaclass  # it has no public name
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -49,8 +50,18 @@ def parse_byte_count(value: object) -> object:
 ByteCount = Annotated[int, BeforeValidator(parse_byte_count)]
 
 
-class Section(BaseModel):
-    """Settings of one part of the server: frozen, keyword-only, no unknown names."""
+class _SectionType(ModelMetaclass):
+    """Has a section that is made in Python read as one of the command line: mistakes are told of in the same words."""
+
+    def __call__(self, **values: object) -> "Section":
+        return read_section(cast("type[Section]", self), values, f"{self.__name__}.")
+
+
+class Section(BaseModel, metaclass=_SectionType):
+    """Settings of one part of the server: frozen, keyword-only, no unknown names.
+
+    Raises: ConfigError that names every refused value and what would be accepted.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

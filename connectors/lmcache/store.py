@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -49,7 +49,8 @@ class LMCacheStore:
 
     def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """One copy, into memory that the server shares."""
-        return self._server.attempt(partial(self._save, namespace, block_hash, data), SaveFailure.UNAVAILABLE)
+        work: Callable[[LMCacheLink], SaveFailure | None] = partial(self._save, namespace, block_hash, data)
+        return self._server.attempt(work, SaveFailure.UNAVAILABLE)
 
     def close(self) -> None:
         """Leave the server."""
