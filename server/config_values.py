@@ -14,7 +14,7 @@ import annotated_types
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic._internal._model_construction import ModelMetaclass  # it has no public name
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, core_schema
 
 from server.errors import ConfigError
 from server.suggestions import did_you_mean
@@ -24,6 +24,8 @@ for _power, _letter in enumerate("kmgt", start=1):
     _BYTE_UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _BYTES_TEXT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[+]?[0-9]+)?)\s*([a-z]*)")
 _LONGEST_QUOTED = 80
+_KNOWN_ERRORS = frozenset(typing.get_args(core_schema.ErrorType))
+"""Kinds of refusals that pydantic has itself; other ones are of validators, in words of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +119,19 @@ def accepted_values(field: FieldInfo) -> str:
         tuple[float, ...]: "a list of numbers",
         dict[int, int]: "a mapping of integers to integers",
     }
-    kind = kinds.get(annotation) or ("a list" if typing.get_origin(annotation) is tuple else "a mapping")
+    kind = kinds.get(annotation) or _kind_of_type(annotation)
     limits = " and ".join(_limits(field.metadata))
     return " ".join(filter(None, [kind, limits])) + (", or none" if accepts_none(field) else "")
+
+
+def _kind_of_type(annotation: object) -> str:
+    """What sections of other distributions may have besides."""
+    container = typing.get_origin(annotation) or annotation
+    if container in (tuple, list, set, frozenset):
+        return "a list"
+    if container in (dict, Mapping) or (isinstance(container, type) and issubclass(container, BaseModel)):
+        return "a mapping"
+    return f"a {getattr(container, '__name__', container)}"
 
 
 def _limits(metadata: Iterable[object]) -> Iterable[str]:
@@ -192,13 +204,22 @@ def refusals(section: type[Section], values: Mapping[str, object], error: Valida
 
 
 def _refusal(section: type[Section], values: Mapping[str, object], details: ErrorDetails) -> tuple[str, str]:
-    own_words = str(details["ctx"]["error"]) if details["type"] == "value_error" else ""
+    """Validators may have renamed, made up or refused anything: nothing of `values` need be there."""
+    own_words = _own_words(details)
     if not details["loc"]:
-        return "", own_words
+        return "", own_words or details["msg"]
     name = str(details["loc"][0])
     if details["type"] == "extra_forbidden":
         return name, f"no such setting{section.hint(name, values)}"
+    field = section.model_fields.get(name)
+    accepted = details["msg"] if field is None else f"must be {accepted_values(field)}"
     if details["type"] == "missing":
-        return name, f"is missing, must be {accepted_values(section.model_fields[name])}"
-    rule = own_words or f"must be {accepted_values(section.model_fields[name])}"
-    return name, f"{rule}, got {quoted(values[name])}"
+        return name, f"is missing, {accepted}"
+    return name, f"{own_words or accepted}, got {quoted(values.get(name, details['input']))}"
+
+
+def _own_words(details: ErrorDetails) -> str:
+    """What a validator said itself; empty where pydantic did."""
+    if details["type"] in ("value_error", "assertion_error"):
+        return str(details["ctx"]["error"]) or details["msg"]
+    return "" if details["type"] in _KNOWN_ERRORS else details["msg"]
