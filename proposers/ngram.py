@@ -1,14 +1,17 @@
 """Prompt lookup: what followed the last few tokens before may follow them again."""
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from proposers.base import Draft, ProposeInput, TargetView
 from proposers.config import ProposerConfig
 from server.kernels import jit
 from server.kernels.ngram_lookup import ngram_lookup
+
+_DEFAULT_MIN = 3
+_SHORTER: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(ge=1, lt=_DEFAULT_MIN)])
 
 
 class NgramConfig(ProposerConfig):
@@ -17,17 +20,21 @@ class NgramConfig(ProposerConfig):
     changeable: ClassVar[frozenset[str]] = frozenset({"prompt_lookup_max", "prompt_lookup_min", "match"})
 
     prompt_lookup_max: int = Field(default=5, ge=1, le=64, description="longest run of tokens that is looked up")
-    prompt_lookup_min: int = Field(default=3, ge=1, le=64, description="shortest run of tokens that is looked up")
+    prompt_lookup_min: int = Field(
+        default=_DEFAULT_MIN, ge=1, le=64, description="shortest run of tokens that is looked up"
+    )
     match: Literal["first", "last"] = Field(default="first", description="which of several occurrences is copied")
 
     @model_validator(mode="before")
     @classmethod
     def _lower_default_minimum(cls, values: dict[str, object]) -> dict[str, object]:
         """A maximum below the default minimum, given alone, is meant for both."""
-        longest = values.get("prompt_lookup_max")
-        if "prompt_lookup_min" not in values and type(longest) is int and 1 <= longest < 3:
-            return {**values, "prompt_lookup_min": longest}
-        return values
+        if "prompt_lookup_min" in values:
+            return values
+        try:
+            return {**values, "prompt_lookup_min": _SHORTER.validate_python(values.get("prompt_lookup_max"))}
+        except ValidationError:
+            return values
 
     @model_validator(mode="after")
     def _ordered_window(self) -> "NgramConfig":

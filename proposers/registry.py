@@ -4,9 +4,11 @@ A proposer is found through its class of settings: one of ours by its line here,
 its entry point in the group `outrider.proposers`, any other by `module:Class` in place of a name.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from proposers.config import ProposerConfig
 from server.errors import ConfigError
@@ -59,3 +61,37 @@ def config_class(method: str) -> type[ProposerConfig]:
     if not (isinstance(found, type) and issubclass(found, ProposerConfig)):
         raise ConfigError(f"{place} is no class of settings, see proposers.config.ProposerConfig")
     return found
+
+
+def likely_methods(setting: str, value: object) -> list[str]:
+    """Which of ours somebody means who gives this setting, and no method; a model's folder may say it in its config.
+
+    Returns: in order of the alphabet; empty if none of them has such a setting.
+    """
+    methods = [method for method in sorted(BUILT_IN) if setting in config_class(method).model_fields]
+    if setting != "model" or not isinstance(value, str):
+        return methods
+    return _methods_of_model(Path(value).expanduser()) or methods
+
+
+def _methods_of_model(path: Path) -> list[str]:
+    """What the model at a path is made for; empty if nothing there says so, as of a hub id."""
+    if path.is_file():
+        return ["draft_model"]
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    if not isinstance(config, dict):
+        return []
+    marks = " ".join(map(str, (*config, *(config.get("architectures") or ()), config.get("model_type")))).lower()
+    if config.get("speculators_model_type") in BUILT_IN:
+        return [config["speculators_model_type"]]
+    if "medusa" in marks:
+        return ["medusa"]
+    if "eagle3" in marks or "draft_vocab_size" in config:
+        return ["eagle3"]
+    if "eagle" in marks:
+        return ["eagle", "eagle3"]
+    # The first EAGLE heads call themselves language models, of a single layer.
+    return ["draft_model", "eagle"] if config.get("num_hidden_layers") == 1 else ["draft_model"]

@@ -106,12 +106,18 @@ class SpeculationState:
         """
         violations = list(self._refused(change))
         policy, members = self.policy, list(self.members)
-        if change.policy:
+        num_drafts = self.num_speculative_tokens
+        if change.num_speculative_tokens is not None:
+            num_drafts = change.num_speculative_tokens
+        if change.policy and self.members:
+            name = next(iter(change.policy))
             try:
                 policy = PolicyConfig.model_validate(change.policy)
+                policy.check_width(num_drafts)
             except ValidationError as error:
-                name = next(iter(change.policy))
                 violations += [FieldViolation(name, rule) for _, rule in refusals(PolicyConfig, change.policy, error)]
+            except ValueError as error:
+                violations.append(FieldViolation(name, str(error)))
         for i, each in enumerate(change.proposers):
             try:
                 place = _place_of(members, each.member)
@@ -121,12 +127,11 @@ class SpeculationState:
                 violations += [FieldViolation(f"{path}.{v.field}", v.description) for v in error.violations]
         if violations:
             raise InvalidRequest(*violations)
-        wanted = change.num_speculative_tokens
         return replace(
             self,
             members=tuple(members),
             policy=policy,
-            num_speculative_tokens=self.num_speculative_tokens if wanted is None else wanted,
+            num_speculative_tokens=num_drafts,
             enabled=self.enabled if change.enabled is None else change.enabled,
         )
 
@@ -165,12 +170,13 @@ def _place_of(members: Sequence[Member], wanted: int | str | None) -> int:
 def _reconfigured(member: Member, parameters: Mapping[str, object]) -> Member:
     """With other settings. Raises: InvalidRequest naming every refused one."""
     config, kind = member.config, type(member.config)
+    can_change = f"; {', '.join(sorted(member.changeable)) or 'nothing'} of {config.method} can"
     violations = [
         FieldViolation(
             f"parameters.{name}",
-            "cannot change while the server runs"
+            f"cannot change while the server runs{can_change}"
             if name in kind.model_fields
-            else f"no such setting{did_you_mean(name, member.changeable)}",
+            else f"no such setting{did_you_mean(name, member.changeable) or can_change}",
         )
         for name in parameters
         if name not in member.changeable

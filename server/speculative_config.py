@@ -6,7 +6,7 @@ from typing import Literal, TypeVar, cast
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from proposers.config import ProposerConfig
-from proposers.registry import config_class
+from proposers.registry import config_class, likely_methods
 from server.config_json import read_json
 from server.config_values import Given, Section, build_section, quoted
 from server.errors import ConfigError
@@ -14,6 +14,7 @@ from server.suggestions import did_you_mean
 
 SPECULATIVE_CONFIG = "speculative_config"
 DEFAULT_METHOD = "ngram"
+SCHEDULE = "num_speculative_tokens_per_batch_size"
 SYNTHETIC_FIELDS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
 
 
@@ -97,6 +98,15 @@ class PolicyConfig(Section):
         if schedule is None or (schedule and all(rows >= 1 and 0 <= k <= 32 for rows, k in schedule.items())):
             return schedule
         raise ValueError("must name at least one number of rows, from 1 on, and from 0 to 32 drafts for each")
+
+    def check_width(self, num_drafts: int) -> None:
+        """See that a schedule allows no more drafts than a row gets at most. Raises: ValueError."""
+        schedule = self.num_speculative_tokens_per_batch_size
+        if schedule is not None and max(schedule.values()) > num_drafts:
+            raise ValueError(
+                f"must have from 0 to {num_drafts} drafts, which is num_speculative_tokens, for each number of rows, "
+                f"got {schedule}"
+            )
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "PolicyConfig":
@@ -184,6 +194,10 @@ def _parse_members(members: list[Mapping[object, object]], source: str) -> Specu
         acceptance.check_width(config.num_speculative_tokens)
     except ValueError as error:
         raise ConfigError(f"{SPECULATIVE_CONFIG}: {error} (from {source})") from None
+    try:
+        policy.check_width(config.num_speculative_tokens)
+    except ValueError as error:
+        raise ConfigError(f"{SPECULATIVE_CONFIG}.{SCHEDULE}: {error} (from {source})") from None
     return config
 
 
@@ -201,7 +215,16 @@ def _parse_proposer(items: Mapping[str, object], source: str, prefix: str) -> Pr
     except ConfigError as error:
         raise ConfigError(f"{prefix}method: {error}, got {quoted(method)} (from {source})") from error
     names = (*section.model_fields, *sorted(_shared_names()))
-    if unknown := [name for name in items if name not in names]:
+    unknown = [name for name in items if name not in names]
+    if unknown and "method" not in items:
+        for name in sorted(unknown, key=lambda name: name != "model"):
+            if likely := likely_methods(name, items[name]):
+                one = "one of " if len(likely) > 1 else ""
+                raise ConfigError(
+                    f"{prefix}method: must be given with {name} {quoted(items[name])}: {one}{', '.join(likely)} "
+                    f"(from {source})"
+                )
+    if unknown:
         hint = did_you_mean(unknown[0], names)
         raise ConfigError(f"{prefix}{unknown[0]}: no such setting of {method}{hint} (from {source})")
     given = {name: Given(item, source) for name, item in {**items, "method": method}.items()}

@@ -201,6 +201,10 @@ async def test_only_what_is_given_changes(
         ),
         (["--num-speculative-tokens-per-batch-size", "0:3"], "at least one number of rows, from 1 on"),
         (["--num-speculative-tokens-per-batch-size", "1:33"], "from 0 to 32 drafts for each, got {1: 33}"),
+        (
+            ["--num-speculative-tokens-per-batch-size", "1:4,8:5"],
+            "num_speculative_tokens_per_batch_size: must have from 0 to 4 drafts, which is num_speculative_tokens,",
+        ),
         (["--set", "suffix_decoding_max_tree_depth=8"], "proposers[0].index: must say which of suffix, "),
         (["--member", "7", "--set", "x=1"], "proposers[0].index: must be from 0 to 1, got 7"),
         (["--member", "ngram", "--set", "x=1"], "proposers[0].method: must be one of suffix, "),

@@ -57,7 +57,8 @@ def test_a_schedule_and_a_policy_take_each_other_s_place() -> None:
     scheduled = fixed.changed(SpeculationChange(policy={"num_speculative_tokens_per_batch_size": {1: 5, 8: 0}}))
     again = scheduled.changed(SpeculationChange(policy={"policy": "auto"}))
     assert [state.settings()["policy"] for state in (fixed, scheduled, again)] == ["fixed", {1: 5, 8: 0}, "auto"]
-    assert scheduled.changed(SpeculationChange(num_speculative_tokens=3)).policy == scheduled.policy
+    lower = scheduled.changed(SpeculationChange(num_speculative_tokens=3))
+    assert lower.policy == scheduled.policy, "what bounds a schedule may go down and up again"
 
 
 @pytest.mark.parametrize("member", [None, 0, "suffix"])
@@ -98,6 +99,22 @@ def test_members_by_their_place() -> None:
                 "and from 0 to 32 drafts for each, got {0: 3}"
             },
         ),
+        (
+            SUFFIX,
+            {"policy": {"num_speculative_tokens_per_batch_size": {1: 6, 4: 7}}},
+            {
+                "num_speculative_tokens_per_batch_size": "must have from 0 to 6 drafts, which is "
+                "num_speculative_tokens, for each number of rows, got {1: 6, 4: 7}"
+            },
+        ),
+        (
+            SUFFIX,
+            {"num_speculative_tokens": 2, "policy": {"num_speculative_tokens_per_batch_size": {1: 3}}},
+            {
+                "num_speculative_tokens_per_batch_size": "must have from 0 to 2 drafts, which is "
+                "num_speculative_tokens, for each number of rows, got {1: 3}"
+            },
+        ),
         (NONE, {"enabled": True}, {"enabled": WITHOUT}),
         (
             NONE,
@@ -117,8 +134,23 @@ def test_refusals(state: SpeculationState, change: dict[str, object], expected: 
         (SUFFIX, "ngram", {}, {"method": "must be one of suffix, got ngram"}),
         (BOTH, "suffix", {}, {"index": f"must say which of suffix, {PERIOD}, suffix is meant, counted from 0"}),
         (BOTH, None, {}, {"index": f"must say which of suffix, {PERIOD}, suffix is meant, counted from 0"}),
-        (BOTH, 1, {"period": 5}, {"parameters.period": "cannot change while the server runs"}),
-        (SUFFIX, None, {"num_speculative_tokens": 1}, {"parameters.num_speculative_tokens": "cannot change while the"}),
+        (
+            BOTH,
+            1,
+            {"period": 5},
+            {"parameters.period": f"cannot change while the server runs; nothing of {PERIOD} can"},
+        ),
+        (
+            SUFFIX,
+            None,
+            {"num_speculative_tokens": 1},
+            {
+                "parameters.num_speculative_tokens": "cannot change while the server runs; "
+                "suffix_decoding_max_cached_requests, suffix_decoding_max_spec_factor, "
+                "suffix_decoding_max_tree_depth, suffix_decoding_min_token_prob of suffix can"
+            },
+        ),
+        (SUFFIX, None, {"x": 1}, {"parameters.x": "no such setting; suffix_decoding_max_cached_requests, suffix_"}),
         (
             SUFFIX,
             None,

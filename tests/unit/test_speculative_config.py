@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from proposers.registry import GROUP, known_proposers
 from server.config import Config
 from server.errors import ConfigError
 from server.speculative_config import SpeculativeConfig
+from tests.tiny_heads import build_tiny_eagle3, build_tiny_medusa
 
 OUT_OF_TREE = """
 from pydantic import Field
@@ -60,6 +62,20 @@ def test_count_is_limited(count: object) -> None:
     message = refusal({"num_speculative_tokens": count})
     assert message.startswith("speculative_config.num_speculative_tokens: ")
     assert f"must be an integer >= 1 and <= 32, got {count!r}" in message
+
+
+class TestNumbersAsText:
+    """As quotes in a file, or a variable put into one, make them: they are numbers all the same."""
+
+    def test_they_are_taken(self) -> None:
+        given = {"num_speculative_tokens": "3", "prompt_lookup_max": "2"}
+        assert read(given) == read({"num_speculative_tokens": 3, "prompt_lookup_max": 2})
+        suffix = {"method": "suffix", "suffix_decoding_max_spec_factor": "2.5"}
+        assert read(suffix) == read(suffix | {"suffix_decoding_max_spec_factor": 2.5})
+
+    @pytest.mark.parametrize("text", ["three", "2.5", ""])
+    def test_other_text_is_not(self, text: str) -> None:
+        assert f"must be an integer >= 1 and <= 32, got {text!r}" in refusal({"num_speculative_tokens": text})
 
 
 class TestNgram:
@@ -123,6 +139,44 @@ class TestMethods:
         with pytest.raises(ConfigError, match="two proposers are called ngram"):
             known_proposers([ours])
         assert known_proposers([same, same])["ngram"] == "proposers.ngram:NgramConfig"
+
+
+class TestWithoutMethod:
+    """What was given says which method was probably meant."""
+
+    @pytest.mark.parametrize(
+        ("config", "likely"),
+        [
+            (None, "one of draft_model, eagle, eagle3, medusa"),
+            ("{", "one of draft_model, eagle, eagle3, medusa"),
+            ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 12}, "draft_model"),
+            ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, "one of draft_model, eagle"),
+            ({"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}, "eagle3"),
+            ({"speculators_model_type": "eagle"}, "eagle"),
+            ({"model_type": "eagle"}, "one of eagle, eagle3"),
+            ({"medusa_num_heads": 3}, "medusa"),
+        ],
+    )
+    def test_a_model_s_folder_is_looked_at(self, tmp_path: Path, config: object, likely: str) -> None:
+        if config is not None:
+            (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        message = refusal({"num_speculative_tokens": 3, "max_model_len": 100, "model": str(tmp_path)})
+        assert message.startswith("speculative_config.method: must be given with model ")
+        assert message.endswith(f": {likely} (from argument)")
+
+    @pytest.mark.parametrize("build", [build_tiny_eagle3, build_tiny_medusa])
+    def test_published_heads_are_known(self, tmp_path: Path, build: Callable[[Path], Path]) -> None:
+        message = refusal([{"method": "suffix"}, {"model": str(build(tmp_path))}])
+        method = build.__name__.removeprefix("build_tiny_")
+        assert message.startswith("speculative_config[1].method: must be given with model ")
+        assert message.endswith(f": {method} (from argument)")
+
+    def test_other_settings_have_methods_too(self) -> None:
+        assert refusal({"num_layers": 2}) == (
+            "speculative_config.method: must be given with num_layers 2: layer_skip (from argument)"
+        )
+        assert "draft_model, eagle, eagle3, medusa" in refusal({"model": "owner/name"})
+        assert refusal({"model": __file__}).split(": ")[-1].removesuffix(" (from argument)") == "draft_model"
 
 
 class TestLists:
@@ -259,6 +313,17 @@ def test_the_policy_is_one_for_all() -> None:
         ({"num_speculative_tokens_per_batch_size": {}}, "at least one number of rows"),
         ({"num_speculative_tokens_per_batch_size": {0: 1}}, "from 1 on"),
         ({"num_speculative_tokens_per_batch_size": {4: 33}}, "from 0 to 32 drafts"),
+        (
+            {"num_speculative_tokens_per_batch_size": {"1": 5, "4": 6}},
+            (
+                r"speculative_config.num_speculative_tokens_per_batch_size: must have from 0 to 5 drafts, which is "
+                r"num_speculative_tokens, for each number of rows, got {1: 5, 4: 6} \(from argument\)"
+            ),
+        ),
+        (
+            [{"num_speculative_tokens": 2}, {"method": "suffix", "num_speculative_tokens_per_batch_size": {"1": 9}}],
+            "must have from 0 to 8 drafts",
+        ),
         ({"num_speculative_tokens_per_batch_size": {4: 2}, "policy": "auto"}, "give one of the two"),
         ({"num_speculative_tokens_per_batch_size": {"few": 2}}, "must be a mapping of integers to integers, or none"),
     ],
