@@ -13,7 +13,7 @@ from typing import Any
 from server.commands.bench_disaggregated_connectors import Setup, chosen_connectors, set_up
 from server.commands.bench_disaggregated_cores import Cores, divide_cores
 from server.commands.bench_disaggregated_frontier import check_budgets, measure_frontier
-from server.commands.bench_disaggregated_load import CONNECTORS, PARTS, Load
+from server.commands.bench_disaggregated_load import CONNECTORS, PARTS, REPEATS, Load
 from server.commands.bench_disaggregated_node import Starter
 from server.commands.bench_disaggregated_process import on_cores
 from server.commands.bench_disaggregated_report import (
@@ -57,7 +57,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--stream-input-len", at_least(1), "32", "TOKENS", "of each"),
         ("--stream-output-len", at_least(3), "128", "TOKENS", "generated for each"),
         ("--duration", seconds, "60", "SECONDS", "in which requests are sent, for each rate, set-up and turn"),
-        ("--repeat", at_least(1), "3", "N", "measured turns, each with everything once"),
         ("--hop-connector", one_of(CONNECTORS[:-1]), "tcp", "CONNECTOR", "between the two nodes of the frontier"),
         ("--block-kib", list_of(at_least(1), "KIB"), "64,1024", "KIB[,KIB...]", "sizes of blocks in transfers"),
         ("--mib", at_least(1), "256", "MIB", "moved in each pass of a transfer"),
@@ -65,6 +64,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--seed", at_least(0), "0", "SEED", "of prompts and times"),
     ):
         parser.add_argument(name, type=parse, default=default, metavar=metavar, help=f"{words} (default: {default})")
+    parser.add_argument(
+        "--repeat",
+        type=at_least(1),
+        metavar="N",
+        help="measured turns of each part "
+        f"(default: {', '.join(f'{count} of {part}' for part, count in REPEATS.items())})",
+    )
     parser.add_argument(
         "--connectors",
         type=list_of(one_of(CONNECTORS), "CONNECTOR"),

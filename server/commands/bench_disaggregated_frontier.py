@@ -79,10 +79,10 @@ async def measure_frontier(
     """
     found: Results = {rate: {name: [] for name in candidate_names(load)} for rate in load.rates}
     candidates = _candidates(load)
-    for turn in range(load.repeat):
+    for turn in range(load.turns("frontier")):
         first = turn % len(candidates)
         for candidate in (*candidates[first:], *candidates[:first]):
-            say(f"turn {turn + 1} of {load.repeat}, {candidate.name}")
+            say(f"turn {turn + 1} of {load.turns('frontier')}, {candidate.name}")
             async with _running(starter, load, cores, setup, candidate) as nodes:
                 await _warm_up(nodes, load, candidate)
                 for place, rate in enumerate(load.rates):

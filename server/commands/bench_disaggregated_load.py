@@ -2,7 +2,7 @@
 
 import argparse
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count, takewhile
 from typing import Any, Self
@@ -13,6 +13,8 @@ from server.errors import ConfigError
 
 PARTS = ("frontier", "ttft", "transfer")
 CONNECTORS = ("filesystem", "tcp", "lmcache", "nixl", "memory")
+REPEATS: Mapping[str, int] = {"frontier": 2, "ttft": 5, "transfer": 9}
+"""Measured turns of each part, if nothing else is asked for."""
 PEERS = ("tcp", "nixl")
 """Those that read KV from the node that has it, and keep none themselves."""
 
@@ -33,7 +35,7 @@ class Load:
     stream_input_len: int
     stream_output_len: int
     duration: float
-    repeat: int
+    repeat: int | None
     hop_connector: str
     block_kib: tuple[int, ...]
     mib: int
@@ -52,6 +54,10 @@ class Load:
                     f"{load.burst_size / rate / 2:g} s, and --duration is {load.duration:g} s"
                 )
         return load
+
+    def turns(self, part: str) -> int:
+        """How many of a part count."""
+        return REPEATS[part] if self.repeat is None else self.repeat
 
     def check_lengths(self, max_model_len: int) -> None:
         """Raises: ConfigError for what the model does not take."""

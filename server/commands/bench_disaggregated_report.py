@@ -9,6 +9,7 @@ from server.commands.bench_disaggregated_frontier import SHARED, Results, Turn, 
 from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
 from server.commands.bench_disaggregated_ttft import Timed
 from server.commands.bench_disaggregated_verdict import Point, Verdict, crossover, judge
+from server.commands.bench_median import summary
 
 _FRONTIER_COLUMNS: Mapping[str, tuple[str, float, str]] = {
     "TTFT p50": ("ttft_p50_s", 1e3, ".0f"),
@@ -20,11 +21,6 @@ _FRONTIER_COLUMNS: Mapping[str, tuple[str, float, str]] = {
     "tok/s": ("tokens_per_s", 1.0, ".1f"),
 }
 """What a column is of, in which unit, and how it is written; times in ms."""
-
-
-def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median and spread."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": list(values)}
 
 
 def points_of(results: Mapping[str, Sequence[Turn]]) -> tuple[Point, list[Point]]:
@@ -153,7 +149,7 @@ def _ratios(found: Sequence[Timing], timings: Mapping[str, Sequence[Timing]]) ->
 
 
 TRANSFER_HEADING = (
-    f"{'transfer':<12} {'block':>9} {'way':<13} {'GB/s':>20} {'of plain':>9} {'of copy':>8} "
+    f"{'transfer':<12} {'block':>9} {'way':<13} {'GB/s':>20} {'of plain (95%)':>17} {'of copy':>8} "
     f"{'CPU s per GB: sender':>20} {'receiver':>9} {'server':>7}"
 )
 
@@ -162,13 +158,19 @@ def transfer_lines(cell: Mapping[str, Any]) -> Iterator[str]:
     """The same as lines of a table."""
     for what, way in cell["ways"].items():
         sides = [way[f"{side}_cpu_s_per_gb"]["median"] for side in ("sender", "receiver", "server")]
-        plain = f"{way['per_plain']['median']:.2f}" if "per_plain" in way else "-"
+        plain = _certainty(way["per_plain"]) if "per_plain" in way else "-"
         yield (
             f"{cell['connector']:<12} {cell['block_kib']:>5} KiB {what:<13} {_spread(way['gb_per_s'], 1, '.2f'):>20} "
-            f"{plain:>9} {way['per_copy']['median']:>8.2f} {sides[0]:>20.3f} {sides[1]:>9.3f} {sides[2]:>7.3f}"
+            f"{plain:>17} {way['per_copy']['median']:>8.2f} {sides[0]:>20.3f} {sides[1]:>9.3f} {sides[2]:>7.3f}"
         )
 
 
 def _spread(values: Mapping[str, float], unit: float, form: str) -> str:
     median, least, most = (format(values[key] * unit, form) for key in ("median", "min", "max"))
     return f"{median} ({least}-{most})"
+
+
+def _certainty(values: Mapping[str, Any]) -> str:
+    """A median with its interval, if there are enough values for one."""
+    interval = "" if values["interval"] is None else " ({:.2f}-{:.2f})".format(*values["interval"])
+    return f"{values['median']:.2f}{interval}"

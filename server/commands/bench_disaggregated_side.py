@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from connectors.base import BlockLoad, BlockSave, ConnectorContext, Finished, KVCaches, KVGroup, KVRequest
 from connectors.choice import read_choice
+from server.kernels import huge_pages
 from server.kv_handle import KVHandle
 
 _FINGERPRINT = "be" * 32
@@ -31,11 +31,12 @@ class Side:
 
     def __init__(self, choice: Mapping[str, Any], engine_id: str, num_blocks: int, block_nbytes: int) -> None:
         self._finished = threading.Event()
-        self._blocks = torch.randint(0, 256, (num_blocks, 1, 1, 1, block_nbytes), dtype=torch.uint8)
-        self._source = np.random.default_rng(0).integers(0, 256, (num_blocks, block_nbytes), np.uint8)
+        self._blocks = _random_blocks(num_blocks, block_nbytes)
+        self._views = [block.numpy().data for block in self._blocks.flatten(1)]
+        self._source = _random_blocks(num_blocks, block_nbytes)
         self._num_blocks = num_blocks
         self._next_id = 0
-        self._listener: socket.socket | None = None
+        self._plain: socket.socket | None = None
         chosen = read_choice(choice, "")
         context = ConnectorContext(
             name=chosen.name,
@@ -98,37 +99,51 @@ class Side:
         return time.perf_counter() - begun_s
 
     def listen(self) -> int:
-        """Returns: the port that a plain socket may connect to."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        port: int = self._listener.getsockname()[1]
+        """Returns: the port that a plain socket may connect to, once."""
+        self._plain = socket.create_server(("127.0.0.1", 0))
+        port: int = self._plain.getsockname()[1]
         return port
 
-    def send(self) -> None:
-        """All blocks over a plain socket to whoever connects."""
-        assert self._listener is not None
-        connection, _ = self._listener.accept()
-        with connection:
-            for block in self._blocks.flatten(1):
-                connection.sendall(block.numpy())
+    def accept(self) -> None:
+        """Have the connection."""
+        listener = self._plain_socket()
+        with listener:
+            self._plain, _ = listener.accept()
 
-    def receive(self, port: int) -> float:
-        """All blocks over a plain socket. Returns: seconds, from the first byte of all."""
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.recv(1, socket.MSG_PEEK)
-            begun_s = time.perf_counter()
-            for block in self._blocks.flatten(1):
-                if connection.recv_into(block.numpy(), 0, socket.MSG_WAITALL) != block.numel():
-                    raise RuntimeError("the plain socket was closed")
-            return time.perf_counter() - begun_s
+    def connect(self, port: int) -> None:
+        """Have the other end of it."""
+        self._plain = socket.create_connection(("127.0.0.1", port))
+
+    def send(self) -> None:
+        """All blocks over the plain socket."""
+        plain = self._plain_socket()
+        for block in self._views:
+            plain.sendall(block)
+
+    def receive(self) -> float:
+        """All blocks over the plain socket. Returns: seconds, from the first byte of all."""
+        plain = self._plain_socket()
+        plain.recv(1, socket.MSG_PEEK)
+        begun_s = time.perf_counter()
+        for block in self._views:
+            if plain.recv_into(block, 0, socket.MSG_WAITALL) != block.nbytes:
+                raise RuntimeError("the plain socket was closed")
+        return time.perf_counter() - begun_s
+
+    def _plain_socket(self) -> socket.socket:
+        assert self._plain is not None
+        return self._plain
 
     def copy(self) -> float:
         """All blocks from another place in memory, by one thread. Returns: seconds."""
         begun_s = time.perf_counter()
-        np.copyto(self._blocks.flatten(1).numpy(), self._source)
+        self._blocks.copy_(self._source)
         return time.perf_counter() - begun_s
 
     def close(self) -> None:
-        """End all threads."""
+        """End all threads and connections."""
+        if self._plain is not None:
+            self._plain.close()
         self._connector.worker.shutdown(10.0)
 
     def _hashes(self, text: str) -> list[bytes]:
@@ -151,6 +166,11 @@ class Side:
         if not self._finished.wait(_PATIENCE_S):
             raise RuntimeError(f"nothing has happened for {_PATIENCE_S:g} s")
         self._finished.clear()
+
+
+def _random_blocks(num_blocks: int, nbytes: int) -> torch.Tensor:
+    """[num_blocks, 1, 1, 1, nbytes] uint8, in the kind of memory that KV blocks of a server are in."""
+    return huge_pages.zeros((num_blocks, 1, 1, 1, nbytes), torch.uint8).random_(0, 256)
 
 
 def main() -> None:

@@ -39,6 +39,10 @@ class Timing:
         return self.nbytes / self.wall_s / 1e9
 
 
+Timings = dict[str, list[Timing]]
+"""By way, in turns."""
+
+
 class _SideProcess:
     """A process of `bench_disaggregated_side`."""
 
@@ -89,7 +93,7 @@ class _Pair:
         self._sender = sender
         self._receiver = receiver
         self._nbytes = nbytes
-        self._handle: Any = None
+        self._num_texts = 0
 
     @contextmanager
     def _timed(self, into: list[Timing]) -> Iterator[list[float]]:
@@ -105,33 +109,40 @@ class _Pair:
         receiver_s = 0.0 if self._receiver is self._sender else self._receiver.cpu_s()
         return self._sender.cpu_s(), receiver_s, 0.0 if self._setup.server is None else self._setup.server.cpu_s
 
-    def pass_plain(self, into: list[Timing]) -> None:
-        """Over a plain socket, without checksums."""
+    def connect(self) -> None:
+        """Open the plain socket, which stays open as the connector's does."""
         port = self._sender.ask("listen")
-        with self._timed(into) as wall_s:
+        self._sender.order("accept")
+        self._receiver.ask("connect", port=port)
+        self._sender.answer()
+
+    def plain(self, found: Timings) -> None:
+        """Over a plain socket, without checksums."""
+        with self._timed(found.setdefault(PLAIN, [])) as wall_s:
             self._sender.order("send")
-            wall_s.append(self._receiver.ask("receive", port=port))
+            wall_s.append(self._receiver.ask("receive"))
             self._sender.answer()
 
-    def pass_copy(self, into: list[Timing]) -> None:
+    def copy(self, found: Timings) -> None:
         """Within a process."""
-        with self._timed(into) as wall_s:
+        with self._timed(found.setdefault(COPY, [])) as wall_s:
             wall_s.append(self._receiver.ask("copy"))
 
-    def pass_save(self, into: list[Timing], text: str) -> None:
-        """From the sender into the store."""
-        with self._timed(into) as wall_s:
-            wall_s.append(self._sender.ask("save", text=text))
-
-    def pass_load(self, into: list[Timing], text: str) -> None:
-        """To the receiver, from the store or from the sender."""
-        handle = self._sender.ask("hand_on", text=text) if self._setup.name in PEERS else None
-        with self._timed(into) as wall_s:
+    def through(self, found: Timings) -> None:
+        """From the sender into the store and from there to the receiver, or straight from the one to the other."""
+        self._num_texts += 1
+        text, handle = f"{self._num_texts}", None
+        if self._setup.name in PEERS:
+            handle = self._sender.ask("hand_on", text=text)
+        else:
+            with self._timed(found.setdefault("save", [])) as wall_s:
+                wall_s.append(self._sender.ask("save", text=text))
+        with self._timed(found.setdefault("load", [])) as wall_s:
             wall_s.append(self._receiver.ask("load", text=text, handle=handle))
 
 
-def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, folder: Path) -> dict[str, list[Timing]]:
-    """All ways by turns, the first of which does not count: copy, plain socket, load and, into a store, save.
+def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, folder: Path) -> Timings:
+    """All ways by turns, one time forwards and the next time backwards; the first turn does not count.
 
     The receiver's blocks are filled; a store is asked for what it was given just before.
     Raises: OutriderError if blocks are not moved.
@@ -152,16 +163,13 @@ def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, fol
             )
             stack.callback(receiver.close)
         pair = _Pair(setup, sender, receiver, num_blocks * block_nbytes)
-        found: dict[str, list[Timing]] = {}
-        for turn in range(load.repeat + 1):
-            text = f"{block_kib} {turn}"
-            timings: dict[str, list[Timing]] = {COPY: []}
-            pair.pass_copy(timings[COPY])
-            if setup.name != "memory":
-                pair.pass_plain(timings.setdefault(PLAIN, []))
-            if setup.name not in PEERS:
-                pair.pass_save(timings.setdefault("save", []), text)
-            pair.pass_load(timings.setdefault("load", []), text)
-            for what, timed in timings.items():
-                found.setdefault(what, []).extend(timed if turn else [])
+        ways = [pair.copy, pair.through]
+        if receiver is not sender:
+            pair.connect()
+            ways.insert(1, pair.plain)
+        found: Timings = {}
+        for turn in range(load.turns("transfer") + 1):
+            into = found if turn else {}
+            for way in ways if turn % 2 else reversed(ways):
+                way(into)
         return found

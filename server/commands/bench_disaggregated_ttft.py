@@ -62,7 +62,7 @@ async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup)
         _node(one) as prefill,
         _node(other) as decode,
     ):
-        prompts = _prompts(load, other)[: 2 * (load.repeat + 1)]
+        prompts = _prompts(load, other)[: 2 * (load.turns("ttft") + 1)]
         for place, (cold, prompt) in enumerate(zip(prompts[::2], prompts[1::2], strict=True)):
             recomputed_s, _ = await _ask(client, cold)
             found_s, num_found = await _hop(prefill, decode, prompt)
@@ -78,7 +78,7 @@ async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Set
         starter.running("memory", cores.decode, kv_transfer_config=setup.choice, kv_cache_memory_bytes=nbytes) as node,
         AsyncClient(node.target, retry=NO_RETRY) as client,
     ):
-        prompts = _prompts(load, node)[: load.repeat + 3]
+        prompts = _prompts(load, node)[: load.turns("ttft") + 3]
         for prompt in prompts[:2]:
             await _ask(client, prompt)
         for place, (gone, cold) in enumerate(zip(prompts, prompts[2:], strict=False)):
@@ -103,7 +103,7 @@ def _prompts(load: Load, node: ServerNode) -> list[Prompt]:
     endless = random_prompts(
         input_len=load.prompt_len, output_len=1, prefix_len=0, vocab_size=node.info.vocab_size, seed=load.seed
     )
-    return list(islice(endless, 2 * (load.repeat + 2)))
+    return list(islice(endless, 2 * (load.turns("ttft") + 2)))
 
 
 @asynccontextmanager

@@ -13,14 +13,13 @@ from clients.mixed_load import MixedResult
 from server.commands.bench_disaggregated_connectors import chosen_connectors
 from server.commands.bench_disaggregated_cores import divide_cores
 from server.commands.bench_disaggregated_frontier import SHARED, Turn, candidate_names, check
-from server.commands.bench_disaggregated_load import LONG, STREAM, Load, arrivals
+from server.commands.bench_disaggregated_load import LONG, PARTS, REPEATS, STREAM, Load, arrivals
 from server.commands.bench_disaggregated_process import LoggedProcess
 from server.commands.bench_disaggregated_report import (
     TRANSFER_HEADING,
     TTFT_HEADING,
     frontier_lines,
     frontier_report,
-    summary,
     transfer_lines,
     transfer_report,
     ttft_line,
@@ -41,7 +40,7 @@ LOAD = Load(
     stream_input_len=3,
     stream_output_len=8,
     duration=10.0,
-    repeat=1,
+    repeat=None,
     hop_connector="tcp",
     block_kib=(64,),
     mib=1,
@@ -129,6 +128,11 @@ def test_every_set_up_gets_the_same_streams_and_bursts() -> None:
     prompts = [each.prompt.token_ids for each in sent]
     assert len(set(prompts)) == len(prompts), "nothing is found in a prefix cache"
     assert {len(prompt or ()) for prompt in prompts} == {20, 3}
+
+
+def test_every_part_has_a_number_of_turns_of_its_own() -> None:
+    assert [LOAD.turns(part) for part in PARTS] == [REPEATS[part] for part in PARTS]
+    assert {replace(LOAD, repeat=4).turns(part) for part in PARTS} == {4}
 
 
 def test_token_budgets_are_measured_once_and_in_order() -> None:
@@ -243,13 +247,12 @@ def test_rates_and_costs_of_transfers() -> None:
     assert load["per_copy"]["all"] == [0.25, 0.125]
     assert (load["sender_cpu_s_per_gb"]["median"], load["receiver_cpu_s_per_gb"]["median"]) == (0.5, 1.5)
     lines = list(transfer_lines(cell))
+    assert "0.75 " in lines[-1], "two turns are too few for an interval"
+    many = transfer_report("tcp", 64, {what: found * 3 for what, found in timings.items()})
+    assert "0.75 (0.50-1.00)" in list(transfer_lines(many))[-1]
     assert [len(line) for line in lines] == [len(TRANSFER_HEADING)] * 3
     alone = transfer_report("memory", 64, {COPY: timings[COPY], "save": timings["load"]})
     assert "per_plain" not in alone["ways"]["save"], "within one process there is no socket"
-
-
-def test_a_summary_has_the_spread() -> None:
-    assert summary([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0, "all": [3.0, 1.0, 2.0]}
 
 
 def test_a_process_that_ends_is_explained_by_the_last_line_of_its_log(tmp_path: Path) -> None:

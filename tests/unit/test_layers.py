@@ -62,6 +62,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "server.commands": (
         *("clients", "protos", "server.compose", "server.serving", "server.model.resolve", "server.preprocess"),
         "server.scheduler.draft_policy",  # which its benchmark compares
+        "server.kernels.huge_pages",  # where blocks are that a benchmark moves
     ),
     "server.compose": EVERYTHING,
     "server.continuation_check": (),
