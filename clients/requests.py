@@ -24,6 +24,12 @@ _INTEGERS: Mapping[int, tuple[int, int]] = {
     FieldDescriptor.TYPE_INT64: (-(2**63), 2**63 - 1),
 }
 """What fields of whole numbers can carry, by their type."""
+_KINDS: Mapping[int, str] = {
+    FieldDescriptor.TYPE_STRING: "text",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+    **dict.fromkeys(_INTEGERS, "an integer"),
+}
+"""What other values than numbers are called."""
 
 Message = Mapping[str, str]
 """One message of a conversation: {"role": ..., "content": ...}."""
@@ -173,13 +179,19 @@ def _schema_text(schema: object, path: str) -> str:
 
 
 def _assign(message: ProtoMessage, name: str, value: object, path: str) -> None:
-    limits = _INTEGERS.get(message.DESCRIPTOR.fields_by_name[name].type)
+    field_type = message.DESCRIPTOR.fields_by_name[name].type
+    limits = _INTEGERS.get(field_type)
+    if limits is not None and isinstance(value, bool):  # which would pass for 0 or 1
+        raise _invalid(path, f"must be an integer, got {value}")
     if limits is not None and isinstance(value, int) and not limits[0] <= value <= limits[1]:
         # Narrower limits are the server's to know; it never sees these.
         raise _invalid(path, f"must be from {limits[0]} to {limits[1]}, got {value}")
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
+        kind = _KINDS.get(field_type, "a number")
+        raise _invalid(path, f"must be {kind}, got {value!r}") from error
+    except ValueError as error:
         raise _invalid(path, str(error)) from error
 
 

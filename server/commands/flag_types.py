@@ -91,6 +91,11 @@ def list_of(kind: Callable[[str], _Value], form: str) -> Callable[[str], list[_V
     return parse
 
 
+def json_schema(text: str) -> str:
+    """A schema, or the file that it is in; the shortest are `true` and `false`."""
+    return text if text.strip() in ("true", "false") else file_or_text("{")(text)
+
+
 def file_or_text(mark: str) -> Callable[[str], str]:
     """A parser of texts that may lie in a file.
 
@@ -99,6 +104,8 @@ def file_or_text(mark: str) -> Callable[[str], str]:
     """
 
     def parse(text: str) -> str:
+        if not text.strip():
+            raise argparse.ArgumentTypeError("must be a file or text, and is empty")
         if mark in text:
             return text
         try:

@@ -5,7 +5,17 @@ from collections.abc import Collection
 from typing import cast
 
 from clients.requests import GenerateOptions, SamplingOptions
-from server.commands.flag_types import bias, file_or_text, integer, list_of, number, seconds, target
+from server.commands.flag_types import (
+    at_least,
+    bias,
+    file_or_text,
+    integer,
+    json_schema,
+    list_of,
+    number,
+    seconds,
+    target,
+)
 
 _REQUEST_OPTIONS = ("speculation", "num_speculative_tokens", "speculation_metrics", "priority", "cache_salt")
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -62,7 +72,12 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
 
     request = parser.add_argument_group("request")
     request.add_argument("--speculation", action=argparse.BooleanOptionalAction, help="speculative decoding, if served")
-    request.add_argument("--num-speculative-tokens", type=integer, metavar="K", help="most draft tokens per step")
+    request.add_argument(
+        "--num-speculative-tokens",
+        type=at_least(0),
+        metavar="K",
+        help="most draft tokens per step, up to what is served; 0 is none",
+    )
     if "speculation-metrics" not in leave_out:
         request.add_argument(
             "--speculation-metrics", choices=("summary", "detailed"), help="what the end says of it (with --json)"
@@ -73,7 +88,7 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
 
 def _add_constraint_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("guided decoding", "what the answer must look like; one of them")
-    group.add_argument("--json-schema", type=file_or_text("{"), metavar="FILE|TEXT", help="JSON of this schema")
+    group.add_argument("--json-schema", type=json_schema, metavar="FILE|TEXT", help="JSON of this schema")
     group.add_argument("--json-object", action="store_true", default=None, help="any JSON object")
     group.add_argument("--regex", metavar="TEXT", help="text that matches as a whole")
     group.add_argument("--grammar", type=file_or_text(":"), metavar="FILE|TEXT", help="text of this Lark grammar")

@@ -46,7 +46,7 @@ def _json_source(schema: Any, language: "type[LLMatcher]") -> str:
     return str(language.grammar_from_json_schema(json.dumps(schema), defaults=defaults))
 
 
-def _schema(schema: str | Mapping[str, Any]) -> Any:
+def _schema(schema: str | Mapping[str, Any] | bool) -> Any:
     """The schema as plain JSON values. Raises: ValueError, TypeError, RecursionError."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return json.loads(text, parse_constant=_refuse_constant)

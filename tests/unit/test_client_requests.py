@@ -111,10 +111,16 @@ def test_what_the_wire_cannot_carry_names_its_field(prompt: str | None, options:
         ({"num_speculative_tokens": -1}, "speculation.num_speculative_tokens: must be from 0 to 4294967295, got -1"),
         ({"n": 1 << 32}, "sampling.n: must be from 0 to 4294967295, got 4294967296"),
         ({"priority": -(1 << 31) - 1}, "priority: must be from -2147483648 to 2147483647, got -2147483649"),
+        ({"num_speculative_tokens": "3"}, "speculation.num_speculative_tokens: must be an integer, got '3'"),
+        ({"num_speculative_tokens": 2.5}, "speculation.num_speculative_tokens: must be an integer, got 2.5"),
+        ({"num_speculative_tokens": True}, "speculation.num_speculative_tokens: must be an integer, got True"),
+        ({"speculation": "yes"}, "speculation.enabled: must be true or false, got 'yes'"),
+        ({"temperature": "hot"}, "sampling.temperature: must be a number, got 'hot'"),
+        ({"regex": 3}, "sampling.regex: must be text, got 3"),
         ({"seed": 1 << 63}, f"sampling.seed: must be from {-(1 << 63)} to {(1 << 63) - 1}, got {1 << 63}"),
     ],
 )
-def test_numbers_that_the_wire_cannot_carry_name_its_limits(options: GenerateOptions, message: str) -> None:
+def test_values_that_the_wire_cannot_carry_are_told_what_it_can(options: GenerateOptions, message: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         generate_request("text", options)
     assert str(caught.value) == message

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.commands.flag_types import file_or_text, target
+from server.commands.flag_types import file_or_text, json_schema, target
 
 
 def test_file_or_text_is_either(tmp_path: Path) -> None:
@@ -20,6 +20,18 @@ def test_a_missing_file_is_named_once() -> None:
     assert str(caught.value) == (
         "'no/such' cannot be read as a file (No such file or directory), and is no text with ':' in it"
     )
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_empty_text_is_no_file(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a file or text, and is empty"):
+        file_or_text(":")(text)
+
+
+def test_a_schema_may_be_a_word(tmp_path: Path) -> None:
+    file = tmp_path / "schema"
+    file.write_text("{}", encoding="utf-8")
+    assert [json_schema(text) for text in ("true", "false", "{ }", str(file))] == ["true", "false", "{ }", "{}"]
 
 
 @pytest.mark.parametrize(

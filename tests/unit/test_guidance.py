@@ -68,6 +68,7 @@ NASTY_TEXTS = [
         ),
         ({"json": json.dumps(PERSON)}, ['{"name": "A", "age": 3}'], ['{"age": 3}', '{"name": "A", "age": 3} ']),
         ({"json": "true"}, ["1", '[{"a": []}]'], ["", "a"]),
+        ({"json": True}, ["1", '[{"a": []}]'], ["", "a"]),
         ({"json": {"type": "array"}}, ["[" + " " * 40 + "]"], ["[" + " " * 41 + "]"]),
         (
             {"json": {"type": "array", "x-guidance": {"whitespace_pattern": " +"}}},
@@ -79,6 +80,7 @@ NASTY_TEXTS = [
         ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '"x"', "{"]),
         ({"regex": r"(foo|ba+r)[0-9]{2,4}"}, ["foo12", "baaar0123"], ["foo", "foo1", "foo12345", "xfoo12"]),
         ({"grammar": 'start: "a" item+\nitem: "(" item* ")"'}, ["a()", "a(())()"], ["a", "a(", "()"]),
+        ({"regex": " "}, [" "], ["", "  "]),
         ({"choice": NASTY_TEXTS}, NASTY_TEXTS, ["maybe", "ye", "yesno", "a", "tab"]),
     ],
 )
@@ -97,6 +99,13 @@ def test_texts_inside_and_outside(
         ({"regex": "a", "json_object": True}, "constraint", "got ['json_object', 'regex']"),
         ({"json_object": False}, "json_object", "must be true"),
         ({"choice": []}, "choice", "must have 1 to"),
+        ({"choice": "yes"}, "choice", "must be a list of texts, got 'yes'"),
+        ({"choice": ["yes", 1]}, "choice", "must be a list of texts, got ['yes', 1]"),
+        ({"regex": 3}, "regex", "must be text, got 3"),
+        ({"choice": ["", ""]}, "choice", "must not be empty"),
+        ({"regex": ""}, "regex", "must not be empty"),
+        ({"grammar": ""}, "grammar", "must not be empty"),
+        ({"json": ""}, "json_schema", "must not be empty"),
         ({"choice": ["x"] * (MAX_TEXTS + 1)}, "choice", "must have 1 to"),
         ({"choice": ["x" * MAX_CONSTRAINT_CHARS, "y"]}, "choice", f"at most {MAX_CONSTRAINT_CHARS} characters"),
         ({"regex": "x" * (MAX_CONSTRAINT_CHARS + 1)}, "regex", "at most"),
@@ -112,6 +121,7 @@ def test_constraints_that_are_none(constraint: dict[str, Any], field: str, words
     ("constraint", "field", "words"),
     [
         ({"json": "{"}, "json_schema", "is no JSON schema"),
+        ({"json": "false"}, "json_schema", "schema is false"),
         ({"json": "{}}, {}"}, "json_schema", "is no JSON schema"),
         ({"json": '{"const": NaN}'}, "json_schema", "NaN is not allowed"),
         ({"json": "[" * 100_000}, "json_schema", "is no JSON schema"),
@@ -122,7 +132,7 @@ def test_constraints_that_are_none(constraint: dict[str, Any], field: str, words
         ({"json": {"$ref": "http://example.com/x"}}, "json_schema", "not fetch"),
         ({"regex": "(foo"}, "regex", "unclosed group"),
         ({"grammar": "start: foo"}, "grammar", "unknown name"),
-        ({"grammar": ""}, "grammar", "Empty grammar"),
+        ({"grammar": " "}, "grammar", "Empty grammar"),
     ],
 )
 def test_grammars_that_are_none(compiler: GrammarCompiler, constraint: dict[str, Any], field: str, words: str) -> None:
