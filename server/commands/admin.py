@@ -3,15 +3,16 @@
 import argparse
 import json
 import os
+import shlex
 
 import grpc
 
-from clients.errors import error_from_rpc
+from clients.errors import InvalidRequestError, error_from_rpc
 from protos.outrider.v1 import admin_pb2 as pb
 from protos.outrider.v1.admin_pb2_grpc import AdminStub
 from server.commands.call_errors import one_line_errors
 from server.commands.flag_types import at_least, list_of, seconds
-from server.errors import ConfigError
+from server.errors import ConfigError, OutriderError
 
 _SOCKET_VARIABLE = "OUTRIDER_ADMIN_UDS"
 _POLICIES = {"auto": pb.DRAFT_POLICY_AUTO, "fixed": pb.DRAFT_POLICY_FIXED}
@@ -64,14 +65,19 @@ def run(args: argparse.Namespace) -> int:
     """Make the call and print what holds then. Raises: ConfigError; OutriderError for failed calls."""
     if args.subject is None:
         raise ConfigError("admin: say what to see or change: speculation")
-    if args.admin_uds is None:
-        raise ConfigError(f"give --admin-uds or {_SOCKET_VARIABLE}, the socket that the server was started with")
+    if not args.admin_uds:
+        raise ConfigError(
+            f"give --admin-uds or {_SOCKET_VARIABLE}, the socket of a server that was started with "
+            "`outrider serve --admin-uds PATH`"
+        )
     try:
         request = _request(args)
     except ValueError as error:  # beyond 32 bits, or no UTF-8
         raise ConfigError(f"cannot be sent: {error}") from error
     target = f"unix:{args.admin_uds}"
-    remedy = "start it with `outrider serve --admin-uds PATH`"
+    remedy = f"start one with `outrider serve --admin-uds {shlex.quote(args.admin_uds)}`"
+    if not os.path.exists(args.admin_uds):
+        raise OutriderError(f"{target}: there is no such socket; {remedy}")
     with one_line_errors(target, args.timeout, remedy=remedy), grpc.insecure_channel(target) as channel:
         stub = AdminStub(channel)
         try:
@@ -80,9 +86,30 @@ def run(args: argparse.Namespace) -> int:
             else:
                 state = stub.SetSpeculation(request, timeout=args.timeout).speculation
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from error
+            raise _by_flags(target, error) from error
     print(_as_json(state) if args.json else _as_text(state), flush=True)
     return 0
+
+
+def _by_flags(target: str, failure: grpc.RpcError) -> Exception:
+    """The error of a failed call; refused fields by the names of their flags."""
+    error = error_from_rpc(failure)
+    if not (isinstance(error, InvalidRequestError) and error.violations):
+        return error
+    refused = "; ".join(f"{_flag(violation.field)}: {violation.description}" for violation in error.violations)
+    return OutriderError(f"{target}: {refused}")
+
+
+def _flag(field: str) -> str:
+    """What a field of SetSpeculationRequest is given by."""
+    match field.split(".", 2):
+        case ["enabled"]:
+            return "--on"
+        case [_, "index" | "method"]:
+            return "--member"
+        case [_, "parameters", *name]:
+            return " ".join(("--set", *name))
+    return f"--{field.replace('_', '-')}"
 
 
 def _request(args: argparse.Namespace) -> pb.SetSpeculationRequest:
@@ -132,14 +159,18 @@ def _as_json(state: pb.Speculation) -> str:
 def _as_text(state: pb.Speculation) -> str:
     if not state.proposers:
         return "the server was started without speculation"
-    schedule = [f"{rows}:{drafts}" for rows, drafts in (_schedule(state) or {}).items()]
+    most = state.num_speculative_tokens
+    schedule = [f"{rows}:{min(drafts, most)}" for rows, drafts in (_schedule(state) or {}).items()]
     facts = [
         ("speculation", "on" if state.enabled else "off"),
         ("num_speculative_tokens", f"{state.num_speculative_tokens} of {state.max_num_speculative_tokens}"),
         ("drafts verified", _policy(state) or ",".join(schedule)),
     ]
     for i, each in enumerate(state.proposers):
-        facts += [(f"proposer {i}", each.method), *((f"  {name}", value) for name, value in _parameters(each).items())]
+        facts += [
+            (f"proposer {i}", each.method),
+            *((f"  {name}", text) for name, text in sorted(each.parameters.items())),
+        ]
     width = 2 + max(len(name) for name, _ in facts)
     return "\n".join(f"{name:<{width}}{fact}" for name, fact in facts)
 
@@ -154,5 +185,13 @@ def _schedule(state: pb.Speculation) -> dict[int, int] | None:
     return dict(sorted(state.num_speculative_tokens_per_batch_size.num_speculative_tokens.items()))
 
 
-def _parameters(proposer: pb.Proposer) -> dict[str, str]:
-    return dict(sorted(proposer.parameters.items()))
+def _parameters(proposer: pb.Proposer) -> dict[str, object]:
+    return {name: _value(text) for name, text in sorted(proposer.parameters.items())}
+
+
+def _value(text: str) -> object:
+    """Of JSON, or of a string as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

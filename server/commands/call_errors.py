@@ -31,7 +31,7 @@ def explain(error: OutriderClientError, timeout_s: float | None, remedy: str = _
         case DeadlineExceededError() if timeout_s is not None:
             return f"no complete answer within --timeout {timeout_s:g} s"
         case UnavailableError() if text.startswith(_NO_CONNECTION):
-            reason = text.rpartition("last error: ")[2]
+            reason = text.rpartition("error: ")[2]
             return f"cannot connect ({reason}); is a server running there? {remedy}"
         case UnavailableError():
             return f"the server shut down or was lost before the answer ended ({text})"

@@ -91,7 +91,8 @@ def _proposer(member: Member) -> pb.Proposer:
 
 
 def _to_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """JSON; strings as they are, unless they would be read as something else."""
+    return value if isinstance(value, str) and _from_text(value) == value else json.dumps(value)
 
 
 def _from_text(text: str) -> object:

@@ -26,10 +26,10 @@ Outrider = Callable[..., Awaitable[int]]
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "policy": "fixed"}
 PERIOD = {"method": "tests.fakes.example_proposers:PeriodConfig", "num_speculative_tokens": 3}
 PARAMETERS = {
-    "suffix_decoding_max_cached_requests": "10000",
-    "suffix_decoding_max_spec_factor": "1.0",
-    "suffix_decoding_max_tree_depth": "24",
-    "suffix_decoding_min_token_prob": "0.1",
+    "suffix_decoding_max_cached_requests": 10000,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_min_token_prob": 0.1,
 }
 
 
@@ -159,6 +159,8 @@ async def test_what_holds_is_shown(outrider: Outrider, capsys: pytest.CaptureFix
     ]
     assert await outrider("--num-speculative-tokens-per-batch-size", "8:0,1:4") == 0
     assert "1:4,8:0" in capsys.readouterr().out
+    assert await outrider("--num-speculative-tokens", "3") == 0
+    assert "1:3,8:0" in capsys.readouterr().out
 
 
 async def test_only_what_is_given_changes(
@@ -182,7 +184,7 @@ async def test_only_what_is_given_changes(
     assert schedule == before | {"policy": None, "num_speculative_tokens_per_batch_size": {"1": 4, "8": 2}}
     assert await changed("--policy", "fixed") == before
 
-    values = {"suffix_decoding_max_spec_factor": "2.5", "suffix_decoding_max_tree_depth": "8"}
+    values = {"suffix_decoding_max_spec_factor": 2.5, "suffix_decoding_max_tree_depth": 8}
     settings = [argument for name, value in values.items() for argument in ("--set", f"{name}={value}")]
     for member in ("0", "suffix"):
         after = await changed("--member", member, *settings)
@@ -197,21 +199,24 @@ async def test_only_what_is_given_changes(
     [
         (
             ["--num-speculative-tokens", "5"],
-            "num_speculative_tokens: must be from 1 to 4, which the server was started",
+            "--num-speculative-tokens: must be from 1 to 4, which the server was started",
         ),
         (["--num-speculative-tokens-per-batch-size", "0:3"], "at least one number of rows, from 1 on"),
         (["--num-speculative-tokens-per-batch-size", "1:33"], "from 0 to 32 drafts for each, got {1: 33}"),
         (
             ["--num-speculative-tokens-per-batch-size", "1:4,8:5"],
-            "num_speculative_tokens_per_batch_size: must have from 0 to 4 drafts, which is num_speculative_tokens,",
+            "--num-speculative-tokens-per-batch-size: must have from 0 to 4 drafts, which is num_speculative_tokens,",
         ),
-        (["--set", "suffix_decoding_max_tree_depth=8"], "proposers[0].index: must say which of suffix, "),
-        (["--member", "7", "--set", "x=1"], "proposers[0].index: must be from 0 to 1, got 7"),
-        (["--member", "ngram", "--set", "x=1"], "proposers[0].method: must be one of suffix, "),
-        (["--member", "1", "--set", "period=2"], "proposers[0].parameters.period: cannot change while the server runs"),
+        (["--set", "suffix_decoding_max_tree_depth=8"], "--member: must say which of suffix, "),
+        (["--member", "7", "--set", "x=1"], "--member: must be from 0 to 1, got 7"),
+        (["--member", "ngram", "--set", "x=1"], "--member: must be one of suffix, "),
+        (
+            ["--member", "1", "--set", "period=2"],
+            "--set period: cannot change while the server runs; nothing",
+        ),
         (
             ["--member", "0", "--set", "suffix_decoding_max_tree_depth=0"],
-            "proposers[0].parameters.suffix_decoding_max_tree_depth: must be an integer >= 1 and <= 1024, got 0",
+            "--set suffix_decoding_max_tree_depth: must be an integer >= 1 and <= 1024, got 0",
         ),
         (
             ["--member", "0", "--set", "suffix_decoding_max_spec_factor=fast"],
@@ -257,11 +262,15 @@ def test_without_a_socket(capsys: pytest.CaptureFixture[str], path: Path) -> Non
     assert cli.main(["admin"]) == 2
     assert cli.main(["admin", "speculation"]) == 2
     assert cli.main(["admin", "speculation", "--admin-uds", str(path)]) == 1
-    first, second, third = capsys.readouterr().err.splitlines()
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    assert cli.main(["admin", "speculation", "--admin-uds", str(path)]) == 1
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
     assert first == "outrider: admin: say what to see or change: speculation"
     assert second.startswith("outrider: give --admin-uds or OUTRIDER_ADMIN_UDS")
-    assert third.startswith(f"outrider: unix:{path}: cannot connect (")
-    assert "--admin-uds" in third
+    remedy = f"start one with `outrider serve --admin-uds {path}`"
+    assert third == f"outrider: unix:{path}: there is no such socket; {remedy}"
+    assert fourth == f"outrider: unix:{path}: cannot connect (Connection refused); is a server running there? {remedy}"
 
 
 async def test_a_server_without_speculation(folder: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +280,7 @@ async def test_a_server_without_speculation(folder: Path, path: Path, capsys: py
         assert await asyncio.to_thread(cli.main, [*arguments, "--off"]) == 0
         assert capsys.readouterr().out == "the server was started without speculation\n" * 2
         assert await asyncio.to_thread(cli.main, [*arguments, "--on"]) == 1
-        assert "enabled: the server was started without speculation, see --spec" in capsys.readouterr().err
+        assert "--on: the server was started without speculation, see --spec" in capsys.readouterr().err
 
 
 async def test_messages_that_no_command_sends(server: RealServer, path: Path) -> None:
