@@ -67,22 +67,28 @@ def check_budgets(load: Load, max_num_seqs: int) -> None:
         )
 
 
+def no_results(load: Load) -> Results:
+    """Every load and set-up, without turns yet."""
+    return {rate: {name: [] for name in candidate_names(load)} for rate in load.rates}
+
+
 async def measure_frontier(
-    starter: Starter, load: Load, cores: Cores, setup: Setup, say: Callable[[str], None]
-) -> Results:
+    starter: Starter, load: Load, cores: Cores, setup: Setup, say: Callable[[str], None], found: Results
+) -> None:
     """Every set-up once in each turn, another one first each time, so that what drifts hits all alike.
 
     Each starts anew for its turn, and nobody else is running meanwhile. What it is sent depends on turn and rate alone.
 
-    Args: setup: the connector between the two nodes. say: called with what is measured next.
+    Args:
+        setup: the connector between the two nodes. say: called with what is measured next.
+        found: as of `no_results`; turns are added as they end.
     Raises: ConfigError; OutriderError if a server does not start, or a request of the warm-up fails.
     """
-    found: Results = {rate: {name: [] for name in candidate_names(load)} for rate in load.rates}
     candidates = _candidates(load)
-    for turn in range(load.turns("frontier")):
+    for turn in range(load.turns["frontier"]):
         first = turn % len(candidates)
         for candidate in (*candidates[first:], *candidates[:first]):
-            say(f"turn {turn + 1} of {load.turns('frontier')}, {candidate.name}")
+            say(f"turn {turn + 1} of {load.turns['frontier']}, {candidate.name}")
             async with _running(starter, load, cores, setup, candidate) as nodes:
                 await _warm_up(nodes, load, candidate)
                 for place, rate in enumerate(load.rates):
@@ -95,7 +101,6 @@ async def measure_frontier(
                     if nodes.decode is not None:
                         share = (await nodes.num_loaded_tokens() - num_loaded) / _loadable(nodes, load, result)
                     found[rate][candidate.name].append(Turn(result, share))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ def tokens_per_s(result: MixedResult) -> float:
 
 
 def summarised(results: Mapping[str, Sequence[Turn]]) -> Mapping[str, Mapping[str, list[float]]]:
-    """Of each set-up what counts, in turns; times in seconds."""
+    """Of each set-up that was measured what counts, in turns; times in seconds."""
     return {
         name: {
             "ttft_p50_s": [each.result.by_kind[LONG].ttft.quantile(0.5) for each in found],
@@ -196,4 +201,5 @@ def summarised(results: Mapping[str, Sequence[Turn]]) -> Mapping[str, Mapping[st
             "tokens_per_s": [tokens_per_s(each.result) for each in found],
         }
         for name, found in results.items()
+        if found
     }

@@ -13,8 +13,10 @@ from server.errors import ConfigError
 
 PARTS = ("frontier", "ttft", "transfer")
 CONNECTORS = ("filesystem", "tcp", "lmcache", "nixl", "memory")
-REPEATS: Mapping[str, int] = {"frontier": 2, "ttft": 5, "transfer": 9}
-"""Measured turns of each part, if nothing else is asked for."""
+TURNS: Mapping[str, int] = {"frontier": 2, "ttft": 5, "transfer": 9}
+"""How many of each part count, if nothing else is asked for."""
+QUICK_TURNS: Mapping[str, int] = {"frontier": 1, "ttft": 2, "transfer": 6}
+"""The same of a quick run."""
 PEERS = ("tcp", "nixl")
 """Those that read KV from the node that has it, and keep none themselves."""
 
@@ -24,7 +26,10 @@ STREAM, LONG = "stream", "long"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """The arguments, see their help."""
+    """The arguments, see their help.
+
+    Attributes: turns: how many of each part count.
+    """
 
     budgets: tuple[int, ...]
     rates: tuple[float, ...]
@@ -35,7 +40,7 @@ class Load:
     stream_input_len: int
     stream_output_len: int
     duration: float
-    repeat: int | None
+    turns: Mapping[str, int]
     hop_connector: str
     block_kib: tuple[int, ...]
     mib: int
@@ -44,7 +49,9 @@ class Load:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Self:
         """From parsed arguments of the same names. Raises: ConfigError if a rate is so low that no burst comes."""
-        values: dict[str, Any] = {field.name: getattr(args, field.name) for field in fields(cls)}
+        values: dict[str, Any] = {name: getattr(args, name) for field in fields(cls) if (name := field.name) != "turns"}
+        turns = QUICK_TURNS if args.quick else TURNS
+        values["turns"] = turns if args.repeat is None else dict.fromkeys(PARTS, args.repeat)
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         load = cls(**(values | lists))
         for rate in load.rates:
@@ -54,10 +61,6 @@ class Load:
                     f"{load.burst_size / rate / 2:g} s, and --duration is {load.duration:g} s"
                 )
         return load
-
-    def turns(self, part: str) -> int:
-        """How many of a part count."""
-        return REPEATS[part] if self.repeat is None else self.repeat
 
     def check_lengths(self, max_model_len: int) -> None:
         """Raises: ConfigError for what the model does not take."""

@@ -23,25 +23,22 @@ _FRONTIER_COLUMNS: Mapping[str, tuple[str, float, str]] = {
 """What a column is of, in which unit, and how it is written; times in ms."""
 
 
-def points_of(results: Mapping[str, Sequence[Turn]]) -> tuple[Point, list[Point]]:
-    """Medians over the turns of one load. Returns: that of two nodes, and those of one."""
-    points = {
-        name: Point(
-            name,
-            *(statistics.median(values[key]) for key in ("ttft_p50_s", "gap_p99_s", "tokens_per_s")),
-        )
-        for name, values in summarised(results).items()
-    }
-    return points.pop(SHARED), list(points.values())
-
-
 def verdicts_of(results: Results) -> dict[float, Verdict]:
-    """What each load says."""
-    return {rate: judge(*points_of(found)) for rate, found in results.items()}
+    """What each load says under which two nodes and one node were measured: medians over its turns."""
+    verdicts = {}
+    for rate, found in results.items():
+        points = {
+            name: Point(name, *(statistics.median(values[key]) for key in ("ttft_p50_s", "gap_p99_s", "tokens_per_s")))
+            for name, values in summarised(found).items()
+        }
+        shared = points.pop(SHARED, None)
+        if shared is not None and points:
+            verdicts[rate] = judge(shared, list(points.values()))
+    return verdicts
 
 
 def frontier_report(results: Results) -> dict[str, Any]:
-    """Every set-up under every load, with its turns, and what follows."""
+    """Every set-up under every load, with its turns, and what follows; less of it if the run has ended early."""
     verdicts = verdicts_of(results)
     return {
         "rates": [
@@ -50,16 +47,16 @@ def frontier_report(results: Results) -> dict[str, Any]:
                 "setups": [
                     {
                         "name": name,
-                        **{key: summary(values) for key, values in summarised(found)[name].items()},
-                        "turns": [_turn(turn) for turn in turns],
+                        **{key: summary(each) for key, each in values.items()},
+                        "turns": [_turn(turn) for turn in found[name]],
                     }
-                    for name, turns in found.items()
+                    for name, values in summarised(found).items()
                 ],
-                "verdict": asdict(verdicts[rate]),
+                "verdict": asdict(verdicts[rate]) if rate in verdicts else None,
             }
             for rate, found in results.items()
         ],
-        "crossover": crossover(verdicts),
+        "crossover": crossover(verdicts) if verdicts else None,
     }
 
 

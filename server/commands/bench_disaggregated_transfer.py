@@ -141,10 +141,12 @@ class _Pair:
             wall_s.append(self._receiver.ask("load", text=text, handle=handle))
 
 
-def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, folder: Path) -> Timings:
+def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, folder: Path, found: Timings) -> None:
     """All ways by turns, one time forwards and the next time backwards; the first turn does not count.
 
     The receiver's blocks are filled; a store is asked for what it was given just before.
+
+    Args: found: turns that count are added as they end.
     Raises: OutriderError if blocks are not moved.
     """
     block_nbytes = block_kib << 10
@@ -167,9 +169,10 @@ def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, fol
         if receiver is not sender:
             pair.connect()
             ways.insert(1, pair.plain)
-        found: Timings = {}
-        for turn in range(load.turns("transfer") + 1):
-            into = found if turn else {}
+        for turn in range(load.turns["transfer"] + 1):
+            timings: Timings = {}
             for way in ways if turn % 2 else reversed(ways):
-                way(into)
-        return found
+                way(timings)
+            if turn:
+                for what, timed in timings.items():
+                    found.setdefault(what, []).extend(timed)

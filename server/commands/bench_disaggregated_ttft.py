@@ -1,7 +1,7 @@
 """How soon a prompt's first token comes where its KV is found elsewhere, and where it is computed."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -38,23 +38,31 @@ class Timed:
     num_found: int
 
 
-async def measure_ttft(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
+async def measure_ttft(
+    starter: Starter, load: Load, cores: Cores, setup: Setup, say: Callable[[str], None], found: list[Timed]
+) -> None:
     """Prompts one after the other, alone; found and recomputed on the same cores, by turns.
 
     The node of the connector `memory` has no other one: its cache has room for two prompts only, and the one before
     these is found in memory. With all others the prompt is computed on a prefill node, and found on a decode node.
+
+    Args: say: called with what is measured next. found: turns that count are added as they end.
     Raises: OutriderError if KV was not found.
     """
+    say(f"TTFT, {setup.name}")
     measure = _measure_memory if setup.name == "memory" else _measure_hop
-    timed = await measure(starter, load, cores, setup)
-    for each in timed:
-        if not each.num_found:
-            raise OutriderError(f"{setup.name}: the KV of a prompt of {load.prompt_len} tokens was not found")
-    return timed
+    place = 0
+    async with aclosing(measure(starter, load, cores, setup)) as turns:
+        async for timed in turns:
+            if not timed.num_found:
+                raise OutriderError(f"{setup.name}: the KV of a prompt of {load.prompt_len} tokens was not found")
+            if place:
+                found.append(timed)
+            place += 1
+            say(f"TTFT, {setup.name}, {place} of {load.turns['ttft'] + 1} turns")
 
 
-async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
-    timed = []
+async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup) -> AsyncGenerator[Timed]:
     async with (
         starter.running(f"{setup.name} prefill", cores.prefill, role="prefill", kv_transfer_config=setup.choice) as one,
         starter.running(f"{setup.name} decode", cores.decode, role="decode", kv_transfer_config=setup.choice) as other,
@@ -62,31 +70,24 @@ async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup)
         _node(one) as prefill,
         _node(other) as decode,
     ):
-        prompts = _prompts(load, other)[: 2 * (load.turns("ttft") + 1)]
-        for place, (cold, prompt) in enumerate(zip(prompts[::2], prompts[1::2], strict=True)):
+        prompts = _prompts(load, other)[: 2 * (load.turns["ttft"] + 1)]
+        for cold, prompt in zip(prompts[::2], prompts[1::2], strict=True):
             recomputed_s, _ = await _ask(client, cold)
-            found_s, num_found = await _hop(prefill, decode, prompt)
-            if place:
-                timed.append(Timed(recomputed_s, found_s, num_found))
-    return timed
+            yield Timed(recomputed_s, *await _hop(prefill, decode, prompt))
 
 
-async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Setup) -> list[Timed]:
-    timed = []
+async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Setup) -> AsyncGenerator[Timed]:
     nbytes = await _room_for_two(starter, load, cores)
     async with (
         starter.running("memory", cores.decode, kv_transfer_config=setup.choice, kv_cache_memory_bytes=nbytes) as node,
         AsyncClient(node.target, retry=NO_RETRY) as client,
     ):
-        prompts = _prompts(load, node)[: load.turns("ttft") + 3]
+        prompts = _prompts(load, node)[: load.turns["ttft"] + 3]
         for prompt in prompts[:2]:
             await _ask(client, prompt)
-        for place, (gone, cold) in enumerate(zip(prompts, prompts[2:], strict=False)):
+        for gone, cold in zip(prompts, prompts[2:], strict=False):
             recomputed_s, _ = await _ask(client, cold)
-            found_s, num_found = await _ask(client, gone)
-            if place:
-                timed.append(Timed(recomputed_s, found_s, num_found))
-    return timed
+            yield Timed(recomputed_s, *await _ask(client, gone))
 
 
 async def _room_for_two(starter: Starter, load: Load, cores: Cores) -> int:
@@ -103,7 +104,7 @@ def _prompts(load: Load, node: ServerNode) -> list[Prompt]:
     endless = random_prompts(
         input_len=load.prompt_len, output_len=1, prefix_len=0, vocab_size=node.info.vocab_size, seed=load.seed
     )
-    return list(islice(endless, 2 * (load.turns("ttft") + 2)))
+    return list(islice(endless, 2 * (load.turns["ttft"] + 2)))
 
 
 @asynccontextmanager

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from server.cli import main
+from clients.measurements import Measurements
+from clients.mixed_load import MixedResult
+from server.cli import EXIT_INTERRUPTED, main
+from server.commands import bench_disaggregated
+from server.commands.bench_disaggregated_frontier import SHARED, Turn
+from server.commands.bench_disaggregated_load import LONG, STREAM
+from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "8MiB", "--max-num-seqs", "16")
@@ -39,6 +45,7 @@ def test_one_run_measures_all_of_it(model: str, tmp_path: Path, capsys: pytest.C
         *("--duration", "2", "--connectors", "filesystem,memory", "--block-kib", "64", "--mib", "1"),
     )
     assert set(report) >= {"command", "commit", "time", "versions", "host", "cores", "load", "settings", "goals"}
+    assert report["is_complete"]
     assert set(report["cores"]["prefill"]).isdisjoint(report["cores"]["decode"])
     (rate,) = report["frontier"]["rates"]
     assert [setup["name"] for setup in rate["setups"]] == ["budget 32", "1 prefill + 1 decode"]
@@ -83,6 +90,54 @@ def test_blocks_go_from_process_to_process(model: str, tmp_path: Path) -> None:
     load = cell["ways"]["load"]
     assert load["sender_cpu_s_per_gb"]["median"] > 0
     assert load["receiver_cpu_s_per_gb"]["median"] > 0
+
+
+@needs_two_cores
+def test_what_is_interrupted_tells_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any) -> None:
+        *_, found = args
+        for way in (PLAIN, "load"):
+            found[way] = [Timing(10**9, 0.5, 0.1, 0.2)] * 2
+        found[COPY] = [Timing(10**9, 0.1, 0.0, 0.1)] * 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_disaggregated, "measure_transfer", interrupted)
+    output = tmp_path / "report.json"
+    assert bench("--parts", "transfer", "--connectors", "tcp", "--output", str(output)) == EXIT_INTERRUPTED
+    assert "2.00 (2.00-2.00)" in capsys.readouterr().out
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert not report["is_complete"]
+    assert report["transfer"][0]["ways"]["load"]["gb_per_s"]["all"] == [2.0, 2.0]
+
+
+@needs_two_cores
+@pytest.mark.parametrize("measured", [(), ("budget 32",), ("budget 32", SHARED)])
+def test_a_frontier_that_is_interrupted_has_a_verdict_if_it_has_both_sides(
+    measured: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def interrupted(*args: Any) -> None:
+        *_, found = args
+        for name in measured:
+            by_kind = {kind: Measurements() for kind in (STREAM, LONG)}
+            for measurements in by_kind.values():
+                measurements.ttft.add(0.1)
+                measurements.record_gap(0.01, 1, is_first=True)
+            found[0.1][name].append(Turn(MixedResult(by_kind, 1.0, 0.1), None))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_disaggregated, "measure_frontier", interrupted)
+    output = tmp_path / "report.json"
+    assert bench("--parts", "frontier", "--output", str(output)) == EXIT_INTERRUPTED
+    (rate,) = json.loads(output.read_text(encoding="utf-8"))["frontier"]["rates"]
+    assert [setup["name"] for setup in rate["setups"]] == list(measured)
+    printed = capsys.readouterr().out
+    assert ("crossover" in printed, rate["verdict"] is not None) == (len(measured) == 2,) * 2
+    assert all(name in printed for name in measured)
 
 
 @needs_two_cores

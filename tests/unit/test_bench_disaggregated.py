@@ -1,5 +1,6 @@
 """The parts of `outrider bench disaggregated`."""
 
+import argparse
 import os
 import sys
 from dataclasses import replace
@@ -10,10 +11,11 @@ import pytest
 
 from clients.measurements import Measurements
 from clients.mixed_load import MixedResult
+from server.commands.bench_disaggregated_arguments import add_arguments, fill_in
 from server.commands.bench_disaggregated_connectors import chosen_connectors
 from server.commands.bench_disaggregated_cores import divide_cores
 from server.commands.bench_disaggregated_frontier import SHARED, Turn, candidate_names, check
-from server.commands.bench_disaggregated_load import LONG, PARTS, REPEATS, STREAM, Load, arrivals
+from server.commands.bench_disaggregated_load import LONG, PARTS, STREAM, TURNS, Load, arrivals
 from server.commands.bench_disaggregated_process import LoggedProcess
 from server.commands.bench_disaggregated_report import (
     TRANSFER_HEADING,
@@ -40,7 +42,7 @@ LOAD = Load(
     stream_input_len=3,
     stream_output_len=8,
     duration=10.0,
-    repeat=None,
+    turns=TURNS,
     hop_connector="tcp",
     block_kib=(64,),
     mib=1,
@@ -130,9 +132,21 @@ def test_every_set_up_gets_the_same_streams_and_bursts() -> None:
     assert {len(prompt or ()) for prompt in prompts} == {20, 3}
 
 
-def test_every_part_has_a_number_of_turns_of_its_own() -> None:
-    assert [LOAD.turns(part) for part in PARTS] == [REPEATS[part] for part in PARTS]
-    assert {replace(LOAD, repeat=4).turns(part) for part in PARTS} == {4}
+def test_a_quick_run_does_less_of_everything_but_what_it_is_told() -> None:
+    def load_of(*arguments: str) -> Load:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        args = parser.parse_args(arguments)
+        fill_in(args)
+        return Load.of(args)
+
+    full, quick = load_of(), load_of("--quick")
+    assert set(quick.budgets) < set(full.budgets)
+    assert quick.duration < full.duration
+    assert all(quick.turns[part] < full.turns[part] for part in PARTS)
+    assert load_of("--quick", "--budgets", "8,16", "--repeat", "3") == load_of(
+        *("--budgets", "8,16", "--repeat", "3", "--duration", "20", "--block-kib", "1024", "--mib", "64")
+    )
 
 
 def test_token_budgets_are_measured_once_and_in_order() -> None:
