@@ -37,15 +37,21 @@ class ConnectorUnderTest:
         self.released: list[str] = []
         self.bad: set[int] = set()
         self._something_finished = something_finished
-        self._next_seq_id = 0
+        self._next_seq_id = self._next_announcement = 0
         groups = (KVGroup("target", fingerprint, self.target), KVGroup("draft", f"{fingerprint}d", self.draft))
         connector.worker.register_kv_caches(KVCaches(groups, BLOCK_SIZE))
 
-    def step(self) -> None:
-        """What an engine does between two steps."""
+    def step(self, *, fails_at: int | None = None) -> None:
+        """What an engine does between two steps, and in one that computes a prompt. Args: fails_at: this layer."""
         metadata = self.connector.scheduler.build_connector_meta()
         if metadata is not None:
             self.connector.worker.start_load_kv(metadata)
+        if self.connector.worker.is_layerwise:
+            for layer in range(self.target.shape[1]):
+                self.connector.worker.wait_for_layer_load(layer)
+                if layer == fails_at:
+                    break
+                self.connector.worker.save_kv_layer(layer)
         self.connector.worker.wait_for_save()
         self._take(self.connector.worker.get_finished())
 
@@ -66,15 +72,31 @@ class ConnectorUnderTest:
             self.step()
 
     def save(self, block_ids: list[int], hashes: list[bytes]) -> bool:
-        """Offer full blocks, and wait until nobody reads from them. Returns: whether the connector wants any."""
+        """Offer full blocks, and wait until nobody reads from them. Returns: whether the connector wants any.
+
+        If it wants to be told before that a step fills them, it is.
+        """
         if not self.connector.scheduler.wants_saves:
             return False
+        saves = [BlockSave(*each) for each in zip(block_ids, hashes, strict=True)]
+        if self.connector.scheduler.wants_announcements:
+            saves = self.announce(block_ids, hashes)
+            self.step()
         num_before = len(self.saved)
-        self.connector.scheduler.save([BlockSave(*each) for each in zip(block_ids, hashes, strict=True)])
+        self.connector.scheduler.save(saves)
         self.step()
         self.steps_until(lambda: len(self.saved) == num_before + len(block_ids))
         assert sorted(self.saved[num_before:]) == sorted(block_ids)
         return True
+
+    def announce(self, block_ids: list[int], hashes: list[bytes]) -> list[BlockSave]:
+        """The next step fills these blocks. Returns: as what they are to be offered."""
+        first, self._next_announcement = self._next_announcement, self._next_announcement + len(block_ids)
+        saves = [
+            BlockSave(*each) for each in zip(block_ids, hashes, range(first, self._next_announcement), strict=True)
+        ]
+        self.connector.scheduler.announce(saves)
+        return saves
 
     def request(self, hashes: list[bytes], source: KVHandle | None = None) -> KVRequest:
         """A sequence with these full blocks and one token more."""

@@ -28,6 +28,9 @@ def _store(name: str, **extra: Any) -> dict[str, Any]:
 MEMORY = _store("memory", max_bytes="1MiB")
 FILES = _store("filesystem", shared_storage_path="FOLDER")
 OUT_OF_TREE = _store("tests.fakes.example_connectors:PlainFilesConfig", folder="FOLDER")
+LAYERWISE_MEMORY = _store("memory", max_bytes="1MiB", layerwise=True)
+LAYERWISE_FILES = _store("filesystem", shared_storage_path="FOLDER", layerwise=True)
+LAYERWISE_OUT_OF_TREE = _store("tests.fakes.layer_files:LayerFilesConfig", folder="FOLDER")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Case:
         has_files: its blocks are files in the folder.
         has_server: its blocks are in an LMCache server.
         finds: whether anything is ever found.
+        is_layerwise: whether it takes blocks layer by layer.
     """
 
     choice: dict[str, Any]
@@ -47,6 +51,7 @@ class Case:
     has_files: bool = False
     has_server: bool = False
     finds: bool = True
+    is_layerwise: bool = False
 
 
 CASES = {
@@ -58,8 +63,15 @@ CASES = {
     "fault": Case(_store("fault", store=FILES, max_delay_seconds=0.01), has_files=True),
     "out-of-tree": Case(OUT_OF_TREE, has_files=True),
     "lmcache": Case(_store("lmcache", port="PORT"), has_server=True),
+    "memory-layerwise": Case(LAYERWISE_MEMORY, is_of_one_node=True, is_layerwise=True),
+    "filesystem-layerwise": Case(LAYERWISE_FILES, has_files=True, is_layerwise=True),
+    "out-of-tree-layerwise": Case(LAYERWISE_OUT_OF_TREE, has_files=True, is_layerwise=True),
+    "lmcache-layerwise": Case(_store("lmcache", port="PORT", layerwise=True), has_server=True, is_layerwise=True),
     "multi": Case(_store("multi", connectors=[_store("null"), MEMORY, FILES])),
     "multi-of-files": Case(_store("multi", connectors=[OUT_OF_TREE, FILES]), has_files=True),
+    "multi-layerwise": Case(
+        _store("multi", connectors=[LAYERWISE_MEMORY, FILES, LAYERWISE_FILES]), has_files=True, is_layerwise=True
+    ),
 }
 
 
@@ -246,6 +258,40 @@ def test_a_cancelled_question_is_forgotten(nodes: Nodes) -> None:
     there.step()
     assert there.match(there.request(HASHES, handle)) == (len(HASHES) if nodes.case.finds else 0)
     assert there.loaded == []
+
+
+def test_who_takes_layers_says_so(nodes: Nodes) -> None:
+    connector = nodes.start().connector
+    assert connector.worker.is_layerwise == connector.scheduler.wants_announcements == nodes.case.is_layerwise
+
+
+def test_what_was_announced_and_not_offered_is_not_found(nodes: Nodes) -> None:
+    """Its step has failed, or its sequence has ended: all that is known of it is what it should have been."""
+    nodes.skip_unless(nodes.case.is_layerwise)
+    here, there = nodes.start_both()
+    here.announce(FROM, HASHES)
+    here.step()
+    here.save(FROM[3:], OTHER_HASHES[3:])
+    assert there.match(there.request(HASHES)) == 0
+    assert sorted(here.saved) == sorted(FROM[3:])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_blocks_of_a_step_that_failed_between_layers_are_saved_all_the_same(nodes: Nodes, layer: int) -> None:
+    """If they are full for another reason, as what was offered of the layers before is not all."""
+    nodes.skip_unless(nodes.case.is_layerwise)
+    here, there = nodes.start_both()
+    saves = here.announce(FROM, HASHES)
+    here.step(fails_at=layer)
+    here.connector.scheduler.save(saves)
+    here.steps_until(lambda: len(here.saved) == len(saves))
+    request = there.request(HASHES)
+    assert there.match(request) == len(HASHES)
+    there.load(request, TO)
+    there.wait_loaded(request)
+    assert not there.bad
+    for ours, theirs in zip(there.content(TO), here.content(FROM), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_many_sequences_at_a_time(nodes: Nodes) -> None:

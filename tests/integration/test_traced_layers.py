@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from proposers.layer_skip import LayerSkipConfig
 from server.kernels import cpu_attention
 from server.model.attention import bind_kv
+from server.model.layer_hooks import LayerHooks
 from server.model.traced_layers import trace_layers
 from server.request import Request, SamplingParams
 from tests.fakes.stepping import Stepping
@@ -58,6 +59,20 @@ def test_one_code_for_all_layers_and_steps(folder: Path) -> None:
     assert answers(folder, is_compiled=True) == expected
     assert answers(folder, is_compiled=True, k=3, max_tokens=160) == expected
     assert counters["stats"]["unique_graphs"] == 2, "one for a single token, one for more"
+
+
+@pytest.mark.full
+def test_who_is_called_between_layers_changes_no_code(folder: Path) -> None:
+    stepping = Stepping(folder, CPU, torch.float32, is_compiled=True, max_num_seqs=4, max_num_batched_tokens=16)
+    calls: list[int] = []
+    with torch.compiler.set_stance("fail_on_recompile"):
+        expected = stepping.generate(requests(7))
+        with LayerHooks(stepping.model.base_model, 3).calling(calls.append, calls.append):
+            assert stepping.generate(requests(7)) == expected
+        num_calls = len(calls)
+        assert stepping.generate(requests(7)) == expected
+    assert calls[:6] == [0, 0, 1, 1, 2, 2]
+    assert len(calls) == num_calls
 
 
 @pytest.mark.full

@@ -36,7 +36,7 @@ TARGET = f"f1-target-{BLOCK_SIZE}"
 class Node:
     """Both halves on a gated store, with blocks of a target and a draft model."""
 
-    def __init__(self, *, is_producer: bool = True, is_consumer: bool = True) -> None:
+    def __init__(self, *, is_producer: bool = True, is_consumer: bool = True, layerwise: bool = False) -> None:
         self.store, self.clock = GatedStore(), Clock()
         self.notified = threading.Semaphore(0)
         context = ConnectorContext(
@@ -50,11 +50,11 @@ class Node:
             is_consumer,
             "layers=4 dtype=bfloat16",
         )
-        connector = content_connector(self.store, context)
+        connector = content_connector(self.store, context, layerwise=layerwise)
         assert isinstance(connector.scheduler, ContentScheduler)
         assert isinstance(connector.worker, ContentWorker)
         self.scheduler, self.worker = connector.scheduler, connector.worker
-        self.target = torch.zeros(NUM_BLOCKS, 1, 1, BLOCK_SIZE, 2)
+        self.target = torch.zeros(NUM_BLOCKS, 2, 1, BLOCK_SIZE, 2)
         self.draft = torch.zeros(NUM_BLOCKS, 3)
         self.whole: set[int] = set(range(NUM_BLOCKS))
         self.groups = (
@@ -321,6 +321,48 @@ def test_what_the_store_does_not_keep_is_reported_with_the_reason(node: Node) ->
     node.step()
     node.wait()
     assert node.worker.get_finished() == Finished(saved=(3,), save_failures=(SaveFailure.FULL,))
+
+
+class TestLayerwise:
+    SAVE = BlockSave(3, HASHES[0], 0)
+
+    @pytest.fixture
+    def node(self) -> Iterator[Node]:
+        node = Node(layerwise=True)
+        yield node
+        node.store.open()
+        node.worker.shutdown(TIMEOUT_S)
+
+    def saved(self, node: Node, num_layers: int) -> bytes:
+        """What is kept of a block of ones that is full of twos by the time that it is offered."""
+        node.target[3] = node.draft[3] = 1.0
+        node.scheduler.announce([self.SAVE])
+        node.step()
+        for layer in range(num_layers):
+            node.worker.save_kv_layer(layer)
+        node.worker.wait_for_save()
+        assert node.worker._stages is not None
+        assert node.worker._stages.close(TIMEOUT_S)
+        assert node.store.blocks == {}, "nothing is kept of what has not settled"
+        node.target[3] = node.draft[3] = 2.0
+        node.scheduler.save([self.SAVE])
+        node.step()
+        node.wait()
+        assert node.worker.get_finished() == Finished(saved=(3,))
+        assert node.store.blocks[f"d1-draft-{BLOCK_SIZE}", HASHES[0]] == node.draft[3].numpy().tobytes()
+        return node.store.blocks[TARGET, HASHES[0]]
+
+    def test_the_target_is_kept_as_its_layers_were_copied(self, node: Node) -> None:
+        assert self.saved(node, 2) == torch.full_like(node.target[3], 1.0).numpy().tobytes()
+
+    def test_a_block_with_a_layer_that_was_not_copied_is_read_as_a_whole(self, node: Node) -> None:
+        assert self.saved(node, 1) == torch.full_like(node.target[3], 2.0).numpy().tobytes()
+
+    def test_only_a_node_that_saves_is_told_of_layers(self) -> None:
+        for node in (Node(is_producer=False, layerwise=True), Node()):
+            assert not node.worker.is_layerwise
+            assert not node.scheduler.wants_announcements
+            assert node.worker._stages is None
 
 
 def test_a_prompt_is_handed_on_by_its_hashes() -> None:

@@ -137,6 +137,14 @@ def test_refusals_name_field_and_limits(value: object, message: str) -> None:
     assert refusal(value) == f"{message} (from argument)"
 
 
+@pytest.mark.parametrize("name", ["tcp", "nixl"])
+def test_what_stays_in_the_cache_is_not_saved_by_layers(name: str) -> None:
+    assert refusal({"kv_connector": name, "kv_connector_extra_config": {"layerwise": True}}) == (
+        "kv_transfer_config.kv_connector_extra_config.layerwise: no such setting; blocks stay in the cache until "
+        "another node reads them, so nothing is saved while it is computed (from argument)"
+    )
+
+
 @pytest.mark.parametrize("engine_id", ["", "a b", "x" * 32, "ö"])
 def test_names_of_engines_are_short(engine_id: str) -> None:
     assert refusal({"kv_connector": "null", "engine_id": engine_id}) == (
@@ -353,6 +361,10 @@ class TestConnectorsOfConnectors:
         ("store", "message"),
         [
             ({"kv_connector": "null"}, "store: must name a connector with a store, such as filesystem or memory, got"),
+            (
+                {"kv_connector": "memory", "kv_connector_extra_config": {"layerwise": True}},
+                "store: must have layerwise beside it, not in its own settings, got",
+            ),
             ("memory", "store: must be a mapping with kv_connector, got 'memory'"),
             (
                 {"kv_connector": "memory", "kv_connector_extra_config": {"max_bytes": 0}},
