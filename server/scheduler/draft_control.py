@@ -17,6 +17,7 @@ class _Step(NamedTuple):
     allowance: Allowance
     num_rows: int
     is_decoding: bool
+    is_speculating: bool
 
 
 class DraftControl:
@@ -57,16 +58,26 @@ class DraftControl:
         allowed = self._allowance.of_row(index, self._num_rows)
         return min(allowed, self._num_proposed, sequence.num_speculative_tokens)
 
-    def launch(self, now_s: float, num_rows: int, *, is_decoding: bool) -> int:
-        """The step is launched. Returns: how many drafts of a row are to be proposed for the one after it."""
-        self._steps.append(_Step(now_s, self._policy, self._allowance, num_rows, is_decoding))
+    def launch(self, now_s: float, num_rows: int, *, is_decoding: bool, is_speculating: bool) -> int:
+        """The step is launched.
+
+        Args:
+            is_decoding: whether all rows do.
+            is_speculating: whether a row goes on with an answer that may be drafted for.
+        Returns: how many drafts of a row are to be proposed for the one after it.
+        """
+        self._steps.append(_Step(now_s, self._policy, self._allowance, num_rows, is_decoding, is_speculating))
         self._num_proposed = self._allowance.next_drafts
         return self._num_proposed
 
-    def settling(self, now_s: float) -> tuple[float, int]:
-        """Of the oldest step, which settles now: its duration, and the most drafts of a row that is no probe."""
+    def settling(self, now_s: float) -> tuple[float, int | None]:
+        """Of the oldest step, which settles now: its duration, and the most drafts of a row that is no probe.
+
+        None in place of these where no row could have had any.
+        """
         step = self._steps[0]
-        return now_s - max(step.launched_s, self._last_settled_s), step.allowance.max_drafts
+        draft_limit = step.allowance.max_drafts if step.is_speculating else None
+        return now_s - max(step.launched_s, self._last_settled_s), draft_limit
 
     def settle_row(self, num_allowed: int, num_accepted: int) -> None:
         """A row of the oldest step has settled."""

@@ -146,7 +146,7 @@ class Scheduler:
         rows: list[PlanRow] = []
         starts: list[SequenceStart] = []
         budget = TokenBudget(self._config, self._batch.sequences, has_waiting=bool(self._waiting))
-        is_short_of_blocks = False
+        is_short_of_blocks = is_speculating = False
         self._drafts.begin(len(self._batch))
         for sequence in list(self._batch.sequences):
             if sequence.slot is None or sequence in held:
@@ -167,6 +167,8 @@ class Scheduler:
                     continue
                 new_block_ids = grown
             new_block_ids += self._look_ahead(sequence, wanted, end)
+            if sequence.num_speculative_tokens and sequence.computed_upper >= sequence.num_prompt:
+                is_speculating = True
             budget.take(wanted)
             rows.append(self._launch_row(sequence, wanted, end, new_block_ids))
         if not is_short_of_blocks and not held:
@@ -179,7 +181,7 @@ class Scheduler:
             return None
         self.counters.num_steps += 1
         is_decoding = all(row.is_sampling and row.num_query == 1 + row.num_drafts for row in rows)
-        num_proposed = self._drafts.launch(now, len(rows), is_decoding=is_decoding)
+        num_proposed = self._drafts.launch(now, len(rows), is_decoding=is_decoding, is_speculating=is_speculating)
         transfers = None if self.external is None else self.external.plan()
         return StepPlan(tuple(starts), tuple(rows), num_proposed, transfers)
 

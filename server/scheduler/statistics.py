@@ -61,9 +61,10 @@ class Counters:
         _count(self._rows_drafted, num_drafted)
         _count(self._rows_accepted, num_accepted)
 
-    def count_step(self, draft_limit: int, step_time: StepTime, *, is_verifying: bool) -> None:
-        """Add a settled step, whose rows were to verify so many drafts at most."""
-        _count(self._steps_by_limit, draft_limit)
+    def count_step(self, draft_limit: int | None, step_time: StepTime, *, is_verifying: bool) -> None:
+        """Add a settled step, whose rows were to verify so many drafts at most; None if none of them could."""
+        if draft_limit is not None:
+            _count(self._steps_by_limit, draft_limit)
         self.draft_s += step_time.draft_s
         self.verify_s += step_time.verify_s
         self.num_draft_steps += step_time.draft_s > 0
@@ -81,7 +82,7 @@ class Counters:
 
     @property
     def steps_per_draft_limit(self) -> tuple[int, ...]:
-        """Settled steps by the most drafts that their rows were to verify, from 0."""
+        """Settled steps of sequences that may be drafted for, by the most drafts that they were to verify, from 0."""
         return tuple(self._steps_by_limit)
 
 

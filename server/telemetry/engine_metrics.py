@@ -6,7 +6,7 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from server.engine.protocol import EngineStatistics
 
-_Read = Callable[[EngineStatistics], int | float]
+_Read = Callable[[EngineStatistics], int | float | None]
 _ReadMany = Callable[[EngineStatistics], tuple[int, ...]]
 _ReadNamed = Callable[[EngineStatistics], Mapping[str, int]]
 _Callback = Callable[[CallbackOptions], Iterable[Observation]]
@@ -36,8 +36,8 @@ _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     (
         "outrider_draft_acceptance_ratio",
         "1",
-        "Share of the verified draft tokens that were accepted, since the start.",
-        lambda s: s.draft_acceptance_rate,
+        "Share of the verified draft tokens that were accepted, since the start; once there were some.",
+        lambda s: s.draft_acceptance_rate if any(s.draft_tokens_per_position) else None,
     ),
 )
 
@@ -99,7 +99,7 @@ _LIST_COUNTERS: tuple[tuple[str, str, str, str, _ReadMany], ...] = (
         "outrider_speculation_steps",
         "{step}",
         "num_speculative_tokens",
-        "Settled steps, by the most draft tokens that a row was to verify; 0 is speculation off.",
+        "Settled steps of answers that may be drafted for, by the most draft tokens a row was to verify; 0 is off.",
         lambda s: s.steps_per_draft_limit,
     ),
 )
@@ -150,7 +150,9 @@ def count_dropped_events(meter: Meter, num_dropped: Callable[[], int]) -> None:
 
 def _observe(statistics: Callable[[], EngineStatistics], read: _Read) -> _Callback:
     def callback(_options: CallbackOptions) -> Iterable[Observation]:
-        yield Observation(read(statistics()))
+        value = read(statistics())
+        if value is not None:
+            yield Observation(value)
 
     return callback
 

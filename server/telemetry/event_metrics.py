@@ -66,11 +66,13 @@ class EventMetrics:
         )
 
         self._draft_time = histogram(
-            "outrider_draft_time", "Time spent proposing draft tokens, per step that proposed some.", _DRAFT_BOUNDS
+            "outrider_draft_time",
+            "Time that proposers of drafts took, per step in which they did.",
+            _DRAFT_BOUNDS,
         )
         self._verify_time = histogram(
             "outrider_verify_time",
-            "Time of a step that verified draft tokens, without the time spent proposing.",
+            "Time of a step that verified draft tokens, without what proposers took.",
             _TPOT_BOUNDS,
         )
 

@@ -64,7 +64,8 @@ class Drafting:
 
     def begin_span(self, inputs: StepInputs) -> DraftSpan:
         """Begin to time `follow` and `propose`, where one of them does something."""
-        if self._proposer is None or not inputs.is_followed:
+        is_idle = inputs.sampling is None and not self._followers
+        if self._proposer is None or not inputs.is_followed or is_idle:
             return NO_DRAFTS
         return begin_span(self._batch.num_tokens.device)
 

@@ -78,15 +78,16 @@ class HostDrafting:
         """Draft behind the tokens of a settled step, or only take them in.
 
         Args: rows: those of the plan, in the result's order.
-        Returns: the result, with at least as many next drafts as there are, and what all this took.
+        Returns: the result, with at least as many next drafts as there are, and what making them took.
         """
         began_s = time.perf_counter()
         pairs = zip(rows, result.rows, strict=True)
         advanced = tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs])
-        spent_s, self._spent_s = self._spent_s, 0.0
-        if any(self._max_drafts[row.slot] for row in rows):
-            spent_s += time.perf_counter() - began_s
-        return replace(result, rows=advanced, draft_s=result.draft_s + spent_s)
+        told = [row.slot for row, settled in zip(rows, result.rows, strict=True) if settled.token_ids]
+        if not any(self._max_drafts[slot] for slot in told):
+            return replace(result, rows=advanced)
+        spent_s, self._spent_s = self._spent_s + time.perf_counter() - began_s, 0.0
+        return replace(result, rows=advanced, draft_s=result.draft_s + spent_s if proposes else result.draft_s)
 
     def _advance_row(self, row: PlanRow, result: RowResult, *, proposes: bool) -> RowResult:
         slot = row.slot

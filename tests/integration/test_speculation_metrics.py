@@ -59,10 +59,11 @@ async def test_each_choice_tells_of_its_own_and_the_server_of_all(folder: Path) 
 async def test_steps_are_counted_by_the_drafts_they_were_allowed(folder: Path) -> None:
     async with served_model(folder) as front:
         alone = await front.client.generate(**OPTIONS, temperature=0)
-        await front.client.generate(**OPTIONS, temperature=0, speculation=False)
         server = await front.client.stats()
+        await front.client.generate(**OPTIONS, temperature=0, speculation=False)
+        assert (await front.client.stats()).steps_per_draft_limit == server.steps_per_draft_limit
     stats = alone.choices[0].finished.speculation
-    assert list(server.steps_per_draft_limit) == [0] * K + [server.num_steps]
+    assert list(server.steps_per_draft_limit) == [0] * K + [server.num_steps - 1], "the first is the prompt's"
     assert server.num_verify_steps == stats.num_spec_steps
     assert server.verify_seconds > 0
 
@@ -112,6 +113,7 @@ def _ngram() -> dict[str, object]:
 
 
 HOST = {"method": "suffix", "num_speculative_tokens": K}
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": K, "policy": "fixed"}
 LAYERS = {"method": "layer_skip", "num_layers": 1, "num_speculative_tokens": K, "policy": "fixed"}
 
 
@@ -133,6 +135,23 @@ async def test_the_time_of_proposing_and_verifying_is_that_of_the_steps(folder: 
     assert 0 < server.draft_seconds < server.draft_seconds + server.verify_seconds < duration_s
     assert after.num_draft_steps == server.num_draft_steps, "nothing is proposed where nobody wants it"
     assert after.draft_seconds == server.draft_seconds
+
+
+@pytest.mark.parametrize(
+    ("config", "takes_in_prompts"),
+    [(None, False), ({**HOST, "policy": "fixed"}, False), (LAYERS, False), (DRAFT_MODEL, True)],
+)
+async def test_steps_without_drafts_are_no_draft_steps(folder: Path, config: Any, takes_in_prompts: bool) -> None:
+    """Only networks with K and V of their own have something to do in steps of a prompt alone."""
+    settings = {} if config is None else {"speculative_config": config}
+    if takes_in_prompts:
+        settings = {"speculative_config": {**config, "model": str(folder)}}
+    async with served_model(folder, **settings, max_num_batched_tokens=32, max_num_seqs=4) as front:
+        await front.client.generate(token_ids=PROMPT * 7, max_tokens=1, ignore_eos=True)
+        server = await front.client.stats()
+    assert server.num_steps == 4
+    assert server.num_draft_steps == (4 if takes_in_prompts else 1)
+    assert sum(server.steps_per_draft_limit) == server.num_verify_steps == 0
 
 
 async def test_drafts_that_do_not_pay_are_spoken_of(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

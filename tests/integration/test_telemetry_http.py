@@ -14,10 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.config import ObservabilityConfig
+from server.engine.protocol import EngineStatistics
 from server.errors import ConfigError
 from server.events import EventBus, StepFinished, TokensStreamed
 from server.telemetry.pipeline import Telemetry
-from tests.fakes.telemetry import call_finished, engine_with, finished
+from tests.fakes.telemetry import STATISTICS, call_finished, engine_with, finished
 
 STEPS = "outrider_speculation_steps_total"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -27,6 +28,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 def running(
     bus: EventBus,
     *,
+    statistics: EngineStatistics = STATISTICS,
     readiness: threading.Event | None = None,
     liveness: threading.Event | None = None,
     environ: dict[str, str] | None = None,
@@ -37,7 +39,7 @@ def running(
     config = ObservabilityConfig(metrics_port=port, metrics_host=host)
     telemetry = Telemetry.start(
         config,
-        engine_with(),
+        engine_with(statistics),
         bus,
         readiness.is_set if readiness is not None else lambda: True,
         liveness.is_set if liveness is not None else lambda: True,
@@ -71,6 +73,14 @@ def scrape(telemetry: Telemetry) -> Samples:
 def labelled(samples: Samples, name: str) -> dict[tuple[tuple[str, str], ...], float]:
     """The samples of a metric by their labels."""
     return {labels: value for (of, labels), value in samples.items() if of == name}
+
+
+def test_the_share_of_accepted_drafts_is_that_of_some() -> None:
+    """From the start on it would say that drafts are bad, before there is one."""
+    with running(EventBus(), statistics=EngineStatistics()) as telemetry:
+        samples = scrape(telemetry)
+    assert ("outrider_draft_acceptance_ratio", ()) not in samples
+    assert samples["outrider_requests_running", ()] == 0
 
 
 def test_gauges_and_counters_are_the_engines_own_under_their_exact_names() -> None:

@@ -43,7 +43,7 @@ def launch(control: DraftControl, sequence: Sequence, now_s: float) -> tuple[int
     """Most drafts of a row, and how many are proposed for the step after."""
     control.begin(1)
     allowed = control.allow(sequence)
-    return allowed, control.launch(now_s, 1, is_decoding=True)
+    return allowed, control.launch(now_s, 1, is_decoding=True, is_speculating=True)
 
 
 def test_nothing_is_proposed_or_verified_while_off(sequence: Sequence) -> None:
