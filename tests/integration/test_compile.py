@@ -25,6 +25,7 @@ from server.model.compiled_model import CompileOrder
 from server.model.layer_compile import NUM_TOKENS
 from server.model.resolve import pull
 from tests.conftest import DEVICE
+from tests.fakes.layer_files import LayerFilesWorker
 from tests.fakes.prompts import load_prompts
 from tests.tiny_heads import build_tiny_eagle3
 from tests.tiny_model import build_tiny_model, write_tokenizer
@@ -139,6 +140,37 @@ def test_compiled_layers_show_proposers_what_the_models_own_do(
     assert RUNS_COMPILED in caplog.text
     assert found["wait"] == found["none"]
     assert len({tuple(ids) for ids in found["wait"][1]}) > 50
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_connector_is_called_between_compiled_layers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In steps that compute prompts; what it takes then is what the cache holds behind the step."""
+    caplog.set_level(logging.INFO)
+    calls: list[int] = []
+    save = LayerFilesWorker.save_kv_layer
+
+    def save_layer(worker: LayerFilesWorker, layer: int) -> None:
+        calls.append(layer)
+        save(worker, layer)
+
+    monkeypatch.setattr(LayerFilesWorker, "save_kv_layer", save_layer)
+    choice = "tests.fakes.layer_files:LayerFilesConfig"
+    found = {}
+    for is_layerwise in (True, False):
+        place = tmp_path / str(is_layerwise)
+        place.mkdir()
+        monkeypatch.setattr(LayerFilesWorker, "is_layerwise", is_layerwise)
+        connector = {"kv_connector": choice, "kv_connector_extra_config": {"folder": str(place)}}
+        with _llm(folder, "float32", "wait", enable_prefix_caching=True, kv_transfer_config=connector) as llm:
+            calls.clear()
+            ids = _ids(llm, PROMPTS[-1:])
+        assert calls == ([0, 1, 2] if is_layerwise else [])
+        found[is_layerwise] = ids, {path.name: path.read_bytes() for path in place.iterdir()}
+    assert caplog.text.count(RUNS_COMPILED) == 2
+    assert found[True] == found[False]
+    assert len(found[True][1]) == (130 + 24 - 1) // 16
 
 
 def test_auto_serves_at_once_and_changes_over_when_quiet(
