@@ -6,17 +6,32 @@ import grpc
 
 from clients.errors import DeadlineExceededError
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    # The server bounds what it sends; the client's default of 4 MiB would refuse answers the server allows.
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A server that comes back is found within two seconds, not two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    # A server whose machine vanished ends the call instead of leaving it to hang.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-)
+
+def channel_options(*, connect_s: float, ping_after_s: float, ping_timeout_s: float) -> tuple[tuple[str, int], ...]:
+    """How to connect.
+
+    Args:
+        connect_s: how long a server may take to say its first word.
+        ping_after_s: how long it may be silent during a call until it is asked whether it is there, and
+            ping_timeout_s: then: one that hangs, or whose machine vanished, ends the call instead of leaving it so.
+    """
+    return (
+        # The server bounds what it sends; the client's default of 4 MiB would refuse answers the server allows.
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        # A server that comes back is found within two seconds, not two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.min_reconnect_backoff_ms", int(1000 * connect_s)),  # a time to connect, for all its name
+        ("grpc.keepalive_time_ms", int(1000 * ping_after_s)),
+        ("grpc.keepalive_timeout_ms", int(1000 * ping_timeout_s)),
+        ("grpc.http2.ping_timeout_ms", int(1000 * ping_timeout_s)),  # without it, the one above is at least a minute
+        ("grpc.http2.max_pings_without_data", 0),  # else it asks twice, and never again while a prompt is computed
+    )
+
+
+CHANNEL_OPTIONS = channel_options(connect_s=20, ping_after_s=30, ping_timeout_s=20)
+"""Where there is nobody else to ask."""
 
 # grpc.health.v1 by hand, so that no further package is needed: an empty request asks for the
 # whole server, and field 1 = 1 answers SERVING.

@@ -21,7 +21,7 @@ from clients.errors import (
     RequestFailedError,
     UnavailableError,
 )
-from clients.nodes import Node, NodePool
+from clients.nodes import DEFAULT_HANG_TIMEOUT_S, Node, NodePool
 from clients.outputs import Event
 from clients.progress import Progress
 from clients.prompt_key import beginning_of, estimated_tokens, identity_of
@@ -213,15 +213,18 @@ class DisaggregatedClient:
         min_prompt_tokens: int = DEFAULT_MIN_PROMPT_TOKENS,
         remembers_prompts: bool = True,
         retry: RetryPolicy = DEFAULT_RETRY,
+        hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
     ) -> None:
         """Args:
         prefill, decode: targets, HOST:PORT or unix:PATH; at least one decode node.
         min_prompt_tokens: shorter prompts, by their ids or a quarter of their bytes, are a decode node's alone.
         remembers_prompts: whether a prompt that a decode node has answered lately is that node's alone.
         retry: attempts of each part of a request; there are pauses once every decode node was tried.
+        hang_timeout_s: how long a node may give no sign of life until it is taken for lost, half of that when it is
+            connected to; at least 1. One that computes gives signs.
         """
-        self._prefill = NodePool(prefill)
-        self._decode = NodePool(decode)
+        self._prefill = NodePool(prefill, hang_timeout_s)
+        self._decode = NodePool(decode, hang_timeout_s)
         if not self._decode.nodes:
             raise ValueError("at least one decode node is needed")
         self._nobody = NodePool(())

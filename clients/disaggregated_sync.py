@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from clients.disaggregated import DEFAULT_MIN_PROMPT_TOKENS, DisaggregatedClient, DisaggregatedGeneration
+from clients.nodes import DEFAULT_HANG_TIMEOUT_S
 from clients.outputs import Delta, Event, Finished, GenerationOutput, Started
 from clients.requests import GenerateOptions
 from clients.retry import DEFAULT_RETRY, RetryPolicy
@@ -114,6 +115,7 @@ class BlockingDisaggregatedClient:
         min_prompt_tokens: int = DEFAULT_MIN_PROMPT_TOKENS,
         remembers_prompts: bool = True,
         retry: RetryPolicy = DEFAULT_RETRY,
+        hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
     ) -> None:
         """Args: see DisaggregatedClient."""
         self._thread = _LoopThread()
@@ -125,6 +127,7 @@ class BlockingDisaggregatedClient:
                 min_prompt_tokens=min_prompt_tokens,
                 remembers_prompts=remembers_prompts,
                 retry=retry,
+                hang_timeout_s=hang_timeout_s,
             )
 
         self._client = self._thread.run(connect())

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from clients.async_stream import Call, uncancelled
-from clients.channel import CHANNEL_OPTIONS
+from clients.channel import channel_options
 from clients.errors import OutriderClientError
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
@@ -21,6 +21,10 @@ REFRESH_S = 1.0
 """How old what is known of the nodes may be when it decides."""
 ANSWER_TIMEOUT_S = 2.0
 """A node that says nothing of itself for so long is not asked for more."""
+DEFAULT_HANG_TIMEOUT_S = 5.0
+"""How long a node may give no sign of life, half of that to begin with, before another one takes its place."""
+MIN_HANG_TIMEOUT_S = 1.0
+"""Servers take more than two questions a second for an attack."""
 
 
 class Node:
@@ -30,10 +34,12 @@ class Node:
         is_up: whether it answered when it was asked last.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, hang_timeout_s: float) -> None:
         self.target = target
         self.is_up = True
-        self._channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        half_s = hang_timeout_s / 2
+        options = channel_options(connect_s=half_s, ping_after_s=half_s, ping_timeout_s=half_s)
+        self._channel = grpc.aio.insecure_channel(target, options=options)
         self._stub = InferenceStub(self._channel)
         self._num_live = 0
         self._aborting: set[asyncio.Task[None]] = set()
@@ -87,8 +93,11 @@ class Node:
 class NodePool:
     """Nodes of which any can do what is asked; lives on one event loop."""
 
-    def __init__(self, targets: Iterable[str]) -> None:
-        self.nodes = [Node(target) for target in dict.fromkeys(targets)]
+    def __init__(self, targets: Iterable[str], hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S) -> None:
+        """Raises: ValueError for a time below MIN_HANG_TIMEOUT_S."""
+        if hang_timeout_s < MIN_HANG_TIMEOUT_S:
+            raise ValueError(f"hang_timeout_s must be at least {MIN_HANG_TIMEOUT_S:g}, got {hang_timeout_s:g}")
+        self.nodes = [Node(target, hang_timeout_s) for target in dict.fromkeys(targets)]
         self._refreshed_s = float("-inf")
         self._refreshing: asyncio.Task[None] | None = None
 

@@ -119,7 +119,8 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         # A client whose machine vanished is found out within a minute, and its request ended.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),  # without it, the one above is at least a minute
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients may ping as often; the default of five minutes closes their connections.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        # Clients may ask whether it is there twice a second; the default of five minutes closes their connections.
+        ("grpc.http2.min_ping_interval_without_data_ms", 450),
     ]

@@ -26,6 +26,8 @@ from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
 from tests.fakes.front import Front, running_front, tiny_model_info
+from tests.fakes.gate import Gate
+from tests.fakes.relay import Relay
 from tests.fakes.scripted_engine import Script, ScriptedEngine
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
@@ -89,6 +91,24 @@ async def stopping_short(request: Request) -> AsyncIterator[StreamEvent]:
         yield event
 
 
+async def never_beginning(request: Request) -> AsyncIterator[StreamEvent]:
+    """Compute for ever."""
+    await asyncio.Event().wait()
+    yield protocol.Started(request.request_id, 0, 0, ())
+
+
+class FirstStops:
+    """Shares the work, but its first call never ends."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def __call__(self, request: Request) -> AsyncIterator[StreamEvent]:
+        self.num_calls += 1
+        async for event in (stopping_short if self.num_calls == 1 else sharing)(request):
+            yield event
+
+
 @dataclass
 class Nodes:
     """Prefill and decode nodes, and a client of them."""
@@ -134,6 +154,29 @@ async def running_nodes(
         )
         await stack.enter_async_context(client)
         yield Nodes(client, engines[: len(prefill)], engines[len(prefill) :], fronts)
+
+
+@asynccontextmanager
+async def behind_gates(nodes: Nodes) -> AsyncIterator[tuple[DisaggregatedClient, dict[str, Gate]]]:
+    """A client that reaches the nodes through gates, and these by target, those of prefill nodes first."""
+    async with AsyncExitStack() as stack:
+        gates: dict[str, Gate] = {}
+        for front in nodes.fronts:
+            gate = Gate()
+            relay = Relay(front.target, gate)
+            stack.callback(relay.close)
+            stack.callback(gate.open, loses=True)
+            gates[relay.address] = gate
+        targets, num_prefill = list(gates), len(nodes.prefill)
+        client = DisaggregatedClient(
+            prefill=targets[:num_prefill],
+            decode=targets[num_prefill:],
+            min_prompt_tokens=8,
+            retry=QUICK,
+            hang_timeout_s=1.0,
+        )
+        await stack.enter_async_context(client)
+        yield client, gates
 
 
 def expected(num_tokens: int) -> str:
@@ -401,3 +444,36 @@ async def test_who_leaves_before_the_end_is_told_of_is_not_waited_for(tokenizer:
         async for _ in nodes.client.generate(token_ids=PROMPT, max_tokens=5, request_id="left"):
             break
         await eventually(lambda: nodes.prefill[0].released == ["left"])
+
+
+async def test_a_prefill_node_that_hangs_from_the_start_is_given_up_soon(tokenizer: Tokenizer) -> None:
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes, behind_gates(nodes) as (client, gates):
+        next(iter(gates.values())).close(0)
+        async with asyncio.timeout(10):
+            generation = client.generate(token_ids=PROMPT, max_tokens=6)
+            assert (await generation.result()).text == expected(6)
+        assert generation.prefill_target is None
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_node_that_hangs_on_the_way_is_given_up_soon(tokenizer: Tokenizer, phase: str) -> None:
+    prefill, decode = ([never_beginning], [sharing]) if phase == "prefill" else ([sharing], [FirstStops()] * 2)
+    async with (
+        running_nodes(tokenizer, prefill, decode) as nodes,
+        behind_gates(nodes) as (client, gates),
+        asyncio.timeout(20),
+    ):
+        generation = client.generate(token_ids=PROMPT, max_tokens=6)
+        reading = asyncio.create_task(generation.result())
+        await eventually(lambda: bool(nodes.begun if phase == "prefill" else nodes.gone_on))
+        hanging = generation.prefill_target if phase == "prefill" else generation.decode_target
+        assert hanging is not None
+        gates[hanging].close(0)
+        assert (await reading).text == expected(6)
+        assert hanging not in (generation.prefill_target, generation.decode_target)
+
+
+@pytest.mark.parametrize("hang_timeout_s", [0.0, 0.9])
+def test_a_node_is_given_time_to_answer(hang_timeout_s: float) -> None:
+    with pytest.raises(ValueError, match=f"hang_timeout_s must be at least 1, got {hang_timeout_s:g}"):
+        DisaggregatedClient(prefill=(), decode=["a:1"], hang_timeout_s=hang_timeout_s)
