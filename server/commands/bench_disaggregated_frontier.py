@@ -13,7 +13,7 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import LONG, STREAM, Load, arrivals
-from server.commands.bench_disaggregated_node import NO_RETRY, Starter
+from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, Starter
 from server.errors import ConfigError, OutriderError
 
 SHARED = "1 prefill + 1 decode"
@@ -149,6 +149,7 @@ async def _running(
             min_prompt_tokens=min(load.prompt_len, DEFAULT_MIN_PROMPT_TOKENS),
             remembers_prompts=False,
             retry=NO_RETRY,
+            hang_timeout_s=HANG_TIMEOUT_S,
         )
         yield _Nodes(
             await stack.enter_async_context(client),

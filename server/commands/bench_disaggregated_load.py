@@ -13,9 +13,9 @@ from server.errors import ConfigError
 
 PARTS = ("frontier", "ttft", "transfer")
 CONNECTORS = ("filesystem", "tcp", "lmcache", "nixl", "memory")
-TURNS: Mapping[str, int] = {"frontier": 2, "ttft": 5, "transfer": 9}
+TURNS: Mapping[str, int] = {"frontier": 2, "ttft": 3, "transfer": 9}
 """How many of each part count, if nothing else is asked for."""
-QUICK_TURNS: Mapping[str, int] = {"frontier": 1, "ttft": 2, "transfer": 6}
+QUICK_TURNS: Mapping[str, int] = {"frontier": 1, "ttft": 1, "transfer": 6}
 """The same of a quick run."""
 PEERS = ("tcp", "nixl")
 """Those that read KV from the node that has it, and keep none themselves."""

@@ -17,6 +17,8 @@ from server.config_sources import ENV_PREFIX
 
 _POLL_S = 0.5
 NO_RETRY = RetryPolicy(max_attempts=1)
+HANG_TIMEOUT_S = 60.0
+"""A node that is given up is one that was not measured: on cores that are shared all may come late."""
 
 
 class ServerNode:

@@ -16,7 +16,7 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import Load
-from server.commands.bench_disaggregated_node import NO_RETRY, ServerNode, Starter
+from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, ServerNode, Starter
 from server.errors import OutriderError
 
 _clock = time.perf_counter
@@ -109,7 +109,7 @@ def _prompts(load: Load, node: ServerNode) -> list[Prompt]:
 
 @asynccontextmanager
 async def _node(server: ServerNode) -> AsyncIterator[Node]:
-    node = Node(server.target)
+    node = Node(server.target, HANG_TIMEOUT_S)
     try:
         yield node
     finally:
