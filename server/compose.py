@@ -164,6 +164,11 @@ def _build_core(config: Config) -> Core:
             compilation.prepare(engine.run_when_quiet)
         warm_up(runner, loaded.model, head, sizes, config.scheduler.max_num_batched_tokens)
 
+    def end_transfers() -> None:
+        if connector is not None and scheduler.external is not None:
+            connector.worker.shutdown(CONNECTOR_SHUTDOWN_S)
+            scheduler.external.end(connector.worker.get_finished())
+
     def cancel_compilations() -> None:
         for compilation in compilations:
             compilation.cancel()
@@ -182,7 +187,7 @@ def _build_core(config: Config) -> Core:
         speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
         warm_up=prepare,
         on_stop=cancel_compilations,
-        on_stopped=lambda: None if connector is None else connector.worker.shutdown(CONNECTOR_SHUTDOWN_S),
+        on_stopped=end_transfers,
         clock=time.monotonic,
     )
     return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, footprint)

@@ -51,6 +51,11 @@ class ExternalKV:
         self._counters.save_failures.update(finished.save_failures)
         return self.saves.saved(finished.saved), [sequence for sequence in settled if sequence is not None]
 
+    def end(self, finished: Finished) -> None:
+        """The engine has stopped. Args: finished: what the worker half has ended to the last."""
+        self._counters.save_failures.update(finished.save_failures)
+        self.saves.end(finished.saved)
+
     def end_overdue(self, now: float) -> tuple[SequenceOf[SequenceOutput], SequenceOf[Sequence]]:
         """As `settle`, of what should have ended by now."""
         return self.saves.end_overdue(now), self.loads.end_overdue(now)

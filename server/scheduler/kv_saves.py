@@ -1,16 +1,20 @@
 """Blocks that go elsewhere: into a store, or to the node that goes on with a request."""
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import count
 
 from connectors.base import BlockSave, ConnectorScheduler, KVRequest
+from connectors.save_failure import SaveFailure
 from server.kv.block_pool import BlockPool
 from server.scheduler.held_blocks import HeldBlocks
 from server.scheduler.outputs import SequenceOutput
 from server.scheduler.sequence import InFlight, Sequence
 from server.scheduler.statistics import Counters
+
+logger = logging.getLogger(__name__)
 
 MAX_SAVING_SHARE = 0.25
 """At most this share of all blocks is kept from being used again because it is being saved."""
@@ -196,6 +200,16 @@ class KVSaves:
         self._held.release(block_ids)
         self._order()
         return self._take([waiting for waiting in self._handing_on if not self._is_unsaved(waiting)])
+
+    def end(self, block_ids: SequenceOf[int]) -> None:
+        """Nothing is saved any more. Args: block_ids: whose saves have ended since `saved` was called last."""
+        for block_id in block_ids:
+            del self._saving[block_id]
+        left = {**self._saving, **self._queued}
+        num_lost = sum(self._pool.lookup(block_hash) == block_id for block_id, block_hash in left.items())
+        if num_lost:
+            self._counters.save_failures[SaveFailure.STOPPED] += num_lost
+            logger.warning("%d KV blocks are lost that were to be saved: the engine has stopped", num_lost)
 
     def end_overdue(self, now: float) -> list[SequenceOutput]:
         """Ends of choices that have waited for too long: whoever goes on computes what it does not find."""

@@ -122,6 +122,26 @@ def test_blocks_that_are_not_kept_are_counted_by_the_reason() -> None:
     assert saving.scheduler.statistics().save_failures == {"full": 2, "unavailable": 1}
 
 
+def test_what_is_not_saved_at_the_end_is_told_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    saving = Saving(num_blocks=16)
+    saving.compute("a", 40)  # 9 full blocks, 4 of which are being saved
+    external = saving.scheduler.external
+    assert external is not None
+    ended = [save.block_id for save in saving.connector.saves[:3]]
+    external.end(Finished(saved=tuple(ended), save_failures=(SaveFailure.FULL,)))
+    assert saving.scheduler.statistics().save_failures == {"full": 1, "stopped": 7}
+    assert caplog.messages == ["7 KV blocks are lost that were to be saved: the engine has stopped"]
+
+
+def test_an_end_that_loses_nothing_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    saving = Saving()
+    saving.compute("a", 11)
+    external = saving.scheduler.external
+    assert external is not None
+    external.end(Finished(saved=tuple(save.block_id for save in saving.connector.saves)))
+    assert (saving.scheduler.statistics().save_failures, caplog.messages) == ({}, [])
+
+
 def test_who_hands_on_waits_until_all_blocks_are_saved() -> None:
     saving = Saving(CONTENT, num_blocks=16)
     saving.compute("a", 40, max_tokens=9)
