@@ -1,7 +1,6 @@
 """`outrider bench speculation`: every number of drafts, and the policy auto, by turns in one engine."""
 
 import argparse
-import asyncio
 import gc
 import json
 import logging
@@ -62,6 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """For each proposer build the engine, measure, print a table; write the JSON.
 
+    What is interrupted, or fails, prints and writes what it has.
+
     Raises: ConfigError for settings that do not go together; whatever loading the model raises.
     """
     check_output(args.output)
@@ -78,12 +79,16 @@ def run(args: argparse.Namespace) -> int:
             "load": asdict(load),
             "settings": {name: it for name, it in configs[0].config.flat().items() if name != SPECULATIVE_CONFIG},
             "goals": GOALS,
+            "is_complete": False,
             "proposers": [],
         }
-        for resolved in configs:
-            report["proposers"].append(asyncio.run(measure_proposer(resolved.config, load)))
-            gc.collect()  # one model at a time
-    write_report(report, args.output)
+        try:
+            for resolved in configs:
+                measure_proposer(resolved.config, load, report["proposers"])
+                gc.collect()  # one model at a time
+            report["is_complete"] = True
+        finally:
+            write_report(report, args.output)
     return 0
 
 

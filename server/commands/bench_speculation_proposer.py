@@ -1,8 +1,11 @@
 """`outrider bench speculation` for one proposer: the model is loaded once, and all else goes by turns."""
 
+import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,16 +16,23 @@ from server.commands.bench_settings import check_capacity
 from server.commands.bench_speculation_load import Load
 from server.commands.bench_speculation_prompts import PROMPTS
 from server.commands.bench_speculation_report import cell_line, cell_report, heading, phase_report, verdict
-from server.commands.bench_speculation_rounds import Bench, Candidate, candidates, measure_cell, rotated
+from server.commands.bench_speculation_rounds import (
+    Bench,
+    Candidate,
+    Measured,
+    candidates,
+    rotated,
+)
 from server.compose import Core, build_core
 from server.config import Config
 from server.host import cpu_count
 from server.speculative_config import SPECULATIVE_CONFIG
 
 
-async def measure_proposer(config: Config, load: Load) -> dict[str, Any]:
-    """Build the engine, measure, print the table. Returns: JSON values.
+def measure_proposer(config: Config, load: Load, reports: list[dict[str, Any]]) -> None:
+    """Build the engine, measure, print the table; if that ends early, what there is of it.
 
+    Args: reports: a report is added, JSON values, and filled in as it goes.
     Raises: ConfigError where the load does not fit; whatever loading the model raises.
     """
     core = build_core(config)
@@ -49,16 +59,26 @@ async def measure_proposer(config: Config, load: Load) -> dict[str, Any]:
             "threads": cpu_count() if info.device == "cpu" else torch.get_num_threads(),
         },
     }
+    cells, changes = report["cells"], report["changes"] = [], []
+    reports.append(report)
+    print(f"{info.served_model_name}, {info.dtype} on {report['device']['name']}: {json.dumps(report['config'])}")
+    try:
+        asyncio.run(_measure(core, load, change_tokens, cells, changes))
+    finally:
+        print("\n".join((*verdict(cells, "cells"), *verdict(changes, "after a change"), "")), flush=True)
+
+
+async def _measure(
+    core: Core, load: Load, change_tokens: int, cells: list[dict[str, Any]], changes: list[dict[str, Any]]
+) -> None:
     bench = _ProposerBench(core, load)
     await core.engine.start()
     try:
-        print(f"{info.served_model_name}, {info.dtype} on {report['device']['name']}: {json.dumps(report['config'])}")
-        cells = [cell async for cell in bench.cells()]
-        changes = await bench.changes(change_tokens) if load.change_steps else []
-        print("\n".join((*verdict(cells, "cells"), *verdict(changes, "after a change"), "")), flush=True)
+        await bench.cells(cells)
+        if load.change_steps:
+            await bench.changes(change_tokens, changes)
     finally:
         await core.engine.stop()
-    return {**report, "cells": cells, "changes": changes}
 
 
 class _ProposerBench:
@@ -70,41 +90,67 @@ class _ProposerBench:
         self._bench = Bench(core, load.temperature)
         self._max_drafts = core.engine.model_info.num_speculative_tokens
         self._candidates = candidates(load.drafts, self._max_drafts)
+        self._begun_s = time.monotonic()
 
-    async def cells(self) -> AsyncIterator[dict[str, Any]]:
-        """Every workload at every concurrency; the policy auto keeps what it has learned, as it does in a server."""
+    async def cells(self, reports: list[dict[str, Any]]) -> None:
+        """Every workload at every concurrency; the policy auto keeps what it has learned, as it does in a server.
+
+        Args: reports: one is added for each; if it ends early, of the turns that there were.
+        """
         load = self._load
         policies = {candidate: candidate.policy(self._max_drafts) for candidate in self._candidates}
         print(heading([candidate.name for candidate in policies]), flush=True)
         for workload in load.workloads:
             prompts = self._prompts(workload, load.output_len)
             for concurrency in load.concurrency:
-                turns = [_take(prompts, concurrency) for _ in range(1 + load.repeat)]
-                cell = cell_report(workload, concurrency, await measure_cell(self._bench, policies, turns))
-                print(cell_line(cell), flush=True)
-                yield cell
+                turns: list[dict[Candidate, Measured]] = []
+                try:
+                    for turn in range(1 + load.repeat):
+                        self._say(f"{workload} x {concurrency}, turn {1 + turn} of {1 + load.repeat}")
+                        batch = _take(prompts, concurrency)
+                        order = rotated(self._candidates, turn)
+                        turns.append({each: await self._bench.measure(policies[each], batch) for each in order})
+                finally:
+                    if len(turns) <= load.repeat:
+                        self._say(f"{workload} x {concurrency} ended with {max(0, len(turns) - 1)} turns that count")
+                    if counted := turns[1:]:
+                        found = {candidate: [turn[candidate] for turn in counted] for candidate in policies}
+                        reports.append(cell_report(workload, concurrency, found))
+                        print(cell_line(reports[-1]), flush=True)
 
-    async def changes(self, output_len: int) -> list[dict[str, Any]]:
+    async def changes(self, output_len: int, reports: list[dict[str, Any]]) -> None:
         """From the first workload at the lowest load to the last one at the highest and back, without a pause.
 
         The policy auto begins anew in each turn: it has seen none of the three.
+
+        Args: reports: one is added for each of the three; if it ends early, of the turns that there were.
         """
         load = self._load
         low, high = (load.workloads[0], min(load.concurrency)), (load.workloads[-1], max(load.concurrency))
         phases = (low, high, low)
         sources = {workload: self._prompts(workload, output_len) for workload, _ in phases}
-        rates: list[dict[Candidate, list[float]]] = [{each: [] for each in self._candidates} for _ in phases]
-        for turn in range(load.repeat):
-            batches = [_take(sources[workload], concurrency) for workload, concurrency in phases]
-            for candidate in rotated(self._candidates, turn):
-                policy = candidate.policy(self._max_drafts)
-                found = await self._bench.measure_phases(policy, batches, load.change_steps)
-                for of_phase, rate in zip(rates, found, strict=True):
-                    of_phase[candidate].append(rate)
-        reports = [phase_report(*phase, of_phase) for phase, of_phase in zip(phases, rates, strict=True)]
-        print(f"one after the other, from {load.change_steps} steps after each change on:")
-        print("\n".join(map(cell_line, reports)), flush=True)
-        return reports
+        turns: list[dict[Candidate, list[float]]] = []
+        try:
+            for turn in range(load.repeat):
+                self._say(f"changes, turn {1 + turn} of {load.repeat}")
+                batches = [_take(sources[workload], concurrency) for workload, concurrency in phases]
+                rates: dict[Candidate, list[float]] = {}
+                for candidate in rotated(self._candidates, turn):
+                    policy = candidate.policy(self._max_drafts)
+                    rates[candidate] = await self._bench.measure_phases(policy, batches, load.change_steps)
+                turns.append(rates)
+        finally:
+            if turns:
+                for i, phase in enumerate(phases):
+                    found = {candidate: [rates[candidate][i] for rates in turns] for candidate in self._candidates}
+                    reports.append(phase_report(*phase, found))
+                print(f"one after the other, from {load.change_steps} steps after each change on:")
+                print("\n".join(map(cell_line, reports)), flush=True)
+
+    def _say(self, what: str) -> None:
+        """How far it is, and since when, on stderr."""
+        minutes, seconds = divmod(int(time.monotonic() - self._begun_s), 60)
+        print(f"{minutes:>2}:{seconds:02}  {what}", file=sys.stderr, flush=True)
 
     def _prompts(self, workload: str, output_len: int) -> Iterator[Prompt]:
         load = self._load

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,24 +139,8 @@ class Bench:
         return stream.finished[0]
 
 
-async def measure_cell(
-    bench: Bench, policies: Mapping[Candidate, DraftPolicy], turns: Sequence[Sequence[Prompt]]
-) -> dict[Candidate, list[Measured]]:
-    """Every candidate once in each turn, another one first each time, so that what drifts hits all alike.
-
-    Args: turns: the prompts of each; the first does not count.
-    """
-    found: dict[Candidate, list[Measured]] = {candidate: [] for candidate in policies}
-    for turn, prompts in enumerate(turns):
-        for candidate in rotated(list(policies), turn):
-            measured = await bench.measure(policies[candidate], prompts)
-            if turn > 0:
-                found[candidate].append(measured)
-    return found
-
-
 def rotated(listed: Sequence[Candidate], turn: int) -> list[Candidate]:
-    """The same in another order."""
+    """The same in another order: each turn begins with another one, so that what drifts hits all alike."""
     first = turn % len(listed)
     return [*listed[first:], *listed[:first]]
 

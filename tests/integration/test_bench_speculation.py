@@ -1,11 +1,18 @@
 """`outrider bench speculation` on the tiny model, from its arguments to its report."""
 
 import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clients.workload import Prompt
 from server.cli import main
+from server.commands.bench_speculation_rounds import Bench, Measured
+from server.scheduler.draft_policy import DraftPolicy
+from tests.fakes.proposer_settings import SETTINGS, build_models
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--compile", "none", "--kv-cache-memory-bytes", "2MiB")
@@ -37,8 +44,9 @@ def report(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 def test_the_report_says_what_was_measured_and_on_what(report: dict[str, Any]) -> None:
     assert set(report) == {
-        *("command", "time", "commit", "versions", "host", "load", "settings", "goals", "proposers"),
+        *("command", "time", "commit", "versions", "host", "load", "settings", "goals", "is_complete", "proposers"),
     }
+    assert report["is_complete"]
     assert report["load"]["concurrency"] == [1, 2]
     assert report["goals"] == {"auto_per_off": 0.98, "auto_per_best": 0.95}
     assert "speculative_config" not in report["settings"]
@@ -101,6 +109,67 @@ def test_the_table_lines_up_and_ends_with_a_verdict(model: str, capsys: pytest.C
     assert columns.split()[:5] == ["workload", "batch", "off", "k=2", "auto"]
     assert len(columns) == len(line)
     assert [each.split(":")[0] for each in verdict[:2]] == ["cells, auto/off >= 0.98", "cells, auto/best >= 0.95"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return build_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(
+    "methods", [*([method] for method in (*SETTINGS, "suffix")), ["suffix", "layer_skip"]], ids=str
+)
+def test_every_proposer_can_be_measured_in_a_piece(
+    model: str, models: dict[str, str], tmp_path: Path, methods: list[str]
+) -> None:
+    def settings(name: str) -> dict[str, object]:
+        own = SETTINGS.get(name, {})
+        return {"method": name, "num_speculative_tokens": 2, **own} | (
+            {"model": models[name]} if "model" in own else {}
+        )
+
+    config = [settings("suffix"), settings("layer_skip")] if method == "several" else settings(method)
+    output = tmp_path / "report.json"
+    code = bench(
+        *(model, "--concurrency", "8", "--drafts", "0,2", "--workloads", "random", "--repeat", "1"),
+        *("--input-len", "4", "--output-len", "6", "--change-steps", "1", "--output", str(output)),
+        *("--speculative-config", json.dumps(config)),
+    )
+    assert code == 0
+    (proposer,) = json.loads(output.read_text(encoding="utf-8"))["proposers"]
+    (cell,) = proposer["cells"]
+    assert [each["drafts"] for each in cell["candidates"]] == ["0", "2", "auto"]
+    assert [phase["concurrency"] for phase in proposer["changes"]] == [8, 8, 8]
+
+
+def test_what_is_interrupted_tells_what_it_has(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure, calls = Bench.measure, [0]
+
+    async def interrupted(self: Bench, policy: DraftPolicy, prompts: Sequence[Prompt]) -> Measured:
+        calls[0] += 1
+        if calls[0] == 3 * 3 + 3 * 2 + 2:  # in the third turn of the second cell, of three candidates
+            signal.raise_signal(signal.SIGINT)
+        return await measure(self, policy, prompts)
+
+    monkeypatch.setattr(Bench, "measure", interrupted)
+    output = tmp_path / "report.json"
+    code = bench(
+        *(model, "--concurrency", "1,2", "--drafts", "0,1", "--workloads", "random", "--repeat", "2"),
+        *("--input-len", "4", "--output-len", "4", "--change-steps", "2", "--output", str(output)),
+        *("--speculative-config", NGRAM, "--speculative-config", "random"),
+    )
+    assert code == 130
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert not report["is_complete"]
+    (proposer,) = report["proposers"]
+    turns = [(cell["concurrency"], len(cell["auto_per_off"]["all"])) for cell in proposer["cells"]]
+    assert (turns, proposer["changes"]) == ([(1, 2), (2, 1)], [])
+    table, progress = capsys.readouterr()
+    _, _, *lines, _, _, _, _, _ = table.splitlines()
+    assert [line.split()[:2] for line in lines] == [["random", "1"], ["random", "2"]]
+    assert progress.splitlines()[-1].endswith("random x 2 ended with 1 turns that count")
 
 
 @pytest.mark.parametrize(
