@@ -12,6 +12,7 @@ from uuid import uuid4
 from pydantic import Field
 
 from connectors.folder_budget import TEMPORARY_SUFFIX, FolderBudget
+from connectors.mount import is_mounted, mount_of
 from connectors.rare_log import RareLog
 from connectors.save_failure import SaveFailure
 from connectors.store import BlockStore
@@ -37,14 +38,22 @@ class FilesystemConfig(StoreConfig):
         description="about how much all blocks in the folder may take, such as 32GiB; those used longest ago go first",
     )
 
+    require_mount: bool = Field(
+        default=False, description="refuse a folder that is on no mount, as where that of a shared file system failed"
+    )
+
     def open_store(self) -> BlockStore:
-        """The store in that folder. Raises: ConfigError if it cannot be made."""
+        """The store in that folder. Raises: ConfigError if it cannot be made, or is not on a mount and must be."""
         root = Path(self.shared_storage_path).expanduser().absolute()
+        mount = mount_of(root)
+        if self.require_mount and mount is None:
+            raise ConfigError(f"shared_storage_path: {root} is on no mount, and require_mount is set")
+        logger.info("blocks are kept in %s, on %s", root, "no mount" if mount is None else f"mount {mount}")
         try:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"shared_storage_path: {root} cannot be made: {error.strerror}") from error
-        return FilesystemStore(root, self.max_bytes)
+        return FilesystemStore(root, self.max_bytes, mount=mount)
 
 
 class FilesystemStore:
@@ -55,9 +64,13 @@ class FilesystemStore:
     connectors.wire; whatever does not have it to the last bit is a miss and is removed.
     """
 
-    def __init__(self, root: Path, max_bytes: int | None = None) -> None:
-        """Args: root: a folder that exists. max_bytes: see FolderBudget."""
+    def __init__(self, root: Path, max_bytes: int | None = None, *, mount: Path | None = None) -> None:
+        """Args:
+        root: a folder that exists. max_bytes: see FolderBudget.
+        mount: what it is on: nothing is written while that is gone, as it would fill the disk below.
+        """
         self._root = root
+        self._mount = mount
         self._budget = FolderBudget(root, max_bytes)
         self._log = RareLog(logger)
 
@@ -108,6 +121,9 @@ class FilesystemStore:
 
     def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """Write a file, unless there is one of the right size, whose time of use is renewed instead."""
+        if not is_mounted(self._mount):
+            self._log.warning("save", "blocks are not kept in %s: %s is not mounted any more", self._root, self._mount)
+            return SaveFailure.UNAVAILABLE
         path = self._path(namespace, block_hash)
         nbytes = HEADER_NBYTES + data.nbytes
         try:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from connectors.filesystem import RENEW_AFTER_S, FilesystemConfig, FilesystemStore
+from connectors.mount import mount_of
 from connectors.save_failure import SaveFailure
 from connectors.wire import FORMAT_VERSION, HEADER_NBYTES, checksum, namespace_digest, pack_header
 from server.errors import ConfigError
@@ -229,3 +230,38 @@ def test_settings_open_the_store(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"shared_storage_path: .*/file cannot be made: File exists"):
         FilesystemConfig(shared_storage_path=str(tmp_path / "file")).open_store()
+
+
+class TestMounts:
+    """/proc is one on every Linux machine."""
+
+    def test_which_one_a_folder_is_on(self, tmp_path: Path) -> None:
+        assert mount_of(Path("/proc/sys/not/there")) == Path("/proc")
+        (tmp_path / "link").symlink_to("/proc/sys")
+        assert mount_of(tmp_path / "link") == Path("/proc")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os.path, "ismount", lambda path: path == Path("/"))
+            assert mount_of(tmp_path) is None
+
+    def test_a_folder_on_none_is_refused_and_not_made(self, tmp_path: Path) -> None:
+        folder = tmp_path / "kv"
+        config = FilesystemConfig(shared_storage_path=str(folder), require_mount=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os.path, "ismount", lambda path: path == Path("/"))
+            with pytest.raises(ConfigError, match=f"shared_storage_path: {folder} is on no mount, and require_mount"):
+                config.open_store()
+        assert not folder.exists()
+
+    def test_one_that_is_gone_is_not_written_below(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        folder, mounted = tmp_path / "kv", {tmp_path}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os.path, "ismount", lambda path: path in mounted)
+            store = FilesystemConfig(shared_storage_path=str(folder), require_mount=True).open_store()
+            mounted.clear()
+            assert [save(store, number) for number in range(2)] == [SaveFailure.UNAVAILABLE] * 2
+            assert caplog.messages == [f"blocks are not kept in {folder}: {tmp_path} is not mounted any more"]
+            assert all_files(tmp_path) == []
+            assert not has(store, 0)
+            mounted.add(tmp_path)
+            assert save(store, 1) is None
+            assert load(store, 1) == content(1)
