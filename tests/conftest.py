@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.device import DEVICE
+
 if not Path("/dev/nvidiactl").exists():
     # Kernels are interpreted on the CPU. Triton reads this as it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
-
-DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
-"""Where tests of the worker run; read before settings from outside are cleared."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from connectors.base import BlockLoad, BlockSave, Connector, ConnectorContext, Finished, KVCaches, KVGroup, KVRequest
 from connectors.choice import read_choice
 from server.kv_handle import KVHandle
+from tests.fakes.device import DEVICE
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 12
@@ -29,8 +30,8 @@ class ConnectorUnderTest:
 
     def __init__(self, connector: Connector, something_finished: threading.Event, fingerprint: str) -> None:
         self.connector = connector
-        self.target = torch.randint(0, 256, (NUM_BLOCKS, 2, 2, BLOCK_SIZE, 8), dtype=torch.uint8)
-        self.draft = torch.randint(-9, 9, (NUM_BLOCKS, 24), dtype=torch.int16)
+        self.target = torch.randint(0, 256, (NUM_BLOCKS, 2, 2, BLOCK_SIZE, 8), dtype=torch.uint8, device=DEVICE)
+        self.draft = torch.randint(-9, 9, (NUM_BLOCKS, 24), dtype=torch.int16, device=DEVICE)
         self.loaded: list[int] = []
         self.complete: list[int] = []
         self.saved: list[int] = []

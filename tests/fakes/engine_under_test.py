@@ -27,6 +27,7 @@ from server.errors import OutriderError
 from server.preprocess import TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 from server.speculation_state import SpeculationChange
+from tests.fakes.device import few_batch_sizes
 from tests.fakes.eventually import eventually
 
 _Result = TypeVar("_Result")
@@ -222,7 +223,11 @@ def engine_on(
     values["speculative_config"] = _at_fixed_width(values["speculative_config"])
     config = Config.from_kwargs(model=str(model), **values)
     build = (lambda *_: [proposer]) if proposer else build_proposers
-    with patch("server.compose.build_proposers", build), patch("server.compose.cpu_count", lambda: num_threads):
+    with (
+        patch("server.compose.build_proposers", build),
+        patch("server.compose.cpu_count", lambda: num_threads),
+        patch("server.compose.batch_sizes", few_batch_sizes),
+    ):
         engine = EngineUnderTest(build_core(config))
     try:
         yield engine

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from server.request import SamplingParams
+from tests.fakes.device import DEVICE
 from tests.fakes.engine_under_test import EngineUnderTest, Outcome, Prompt, engine_on
 
 BLOCK_SIZE = 16
@@ -29,9 +30,9 @@ def faulty(folder: Path, **faults: Any) -> dict[str, Any]:
 
 @contextmanager
 def kv_engine(model: Path, kv_transfer_config: dict[str, Any] | None, **settings: Any) -> Iterator[EngineUnderTest]:
-    """A CPU engine with a connector, whose pool is as it was in the end, without anything else to do."""
+    """An engine with a connector, whose pool is as it was in the end, without anything else to do."""
     settings = {"kv_transfer_config": kv_transfer_config, "block_size": BLOCK_SIZE, **settings}
-    with engine_on(model, "cpu", **settings) as engine:
+    with engine_on(model, DEVICE, **settings) as engine:
         yield engine
         engine.settle()
 

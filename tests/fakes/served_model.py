@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from server.config import Config
+from tests.fakes.device import DEVICE, few_batch_sizes
 from tests.fakes.front import Front, running_server
 
 SETTINGS: dict[str, object] = {
-    "device": "cpu",
+    "device": DEVICE,
     "dtype": "float32",
     "block_size": 16,
     "kv_cache_memory_bytes": 4 << 20,
@@ -29,7 +31,8 @@ async def served_model(folder: Path, **settings: object) -> AsyncIterator[Front]
     from server.compose import build_core
 
     config = Config.from_kwargs(model=str(folder), **{**SETTINGS, **settings})
-    core = build_core(config)
+    with patch("server.compose.batch_sizes", few_batch_sizes):
+        core = build_core(config)
     await core.engine.start()
     try:
         async with running_server(core.engine, core.preprocessor, core.bus, role=config.disaggregation.role) as front:
