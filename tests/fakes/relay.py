@@ -16,12 +16,14 @@ class Relay:
     returns what is to be passed on; None closes the connection.
     """
 
-    def __init__(self, handle: KVHandle, change: Callable[[bytes, int], bytes | None]) -> None:
-        """Args: handle: of the node to connect to."""
-        host, _, port = handle.address.rpartition(":")
+    def __init__(
+        self, address: str, change: Callable[[bytes, int], bytes | None], *, at: tuple[str, int] = ("127.0.0.1", 0)
+    ) -> None:
+        """Args: address: of the node to connect to. at: where to listen."""
+        host, _, port = address.rpartition(":")
         self._target = (host, int(port))
         self._change = change
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(at)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []

@@ -37,7 +37,7 @@ def relay() -> Iterator[Callable[..., Relay]]:
     relays: list[Relay] = []
 
     def make(handle: KVHandle, change: Callable[[bytes, int], bytes | None]) -> Relay:
-        relays.append(Relay(handle, change))
+        relays.append(Relay(handle.address, change))
         return relays[-1]
 
     yield make

@@ -91,7 +91,7 @@ def test_a_node_that_dies_or_hangs_during_a_load(
 ) -> None:
     handle = producer.hand_on(*range(NUM_BLOCKS))
     gate = Gate(num_bytes)
-    relay = Relay(handle, gate)
+    relay = Relay(handle.address, gate)
     seq_id = consumer.begin(relay.through(handle), *range(NUM_BLOCKS))
     assert gate.reached.wait(10.0)
     producer.signal(fate)
