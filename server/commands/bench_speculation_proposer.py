@@ -59,8 +59,9 @@ def measure_proposer(config: Config, load: Load, reports: list[dict[str, Any]]) 
             "threads": cpu_count() if info.device == "cpu" else torch.get_num_threads(),
         },
     }
-    cells, changes = report["cells"], report["changes"] = [], []
-    reports.append(report)
+    cells: list[dict[str, Any]] = []
+    changes: list[dict[str, Any]] = []
+    reports.append({**report, "cells": cells, "changes": changes})
     print(f"{info.served_model_name}, {info.dtype} on {report['device']['name']}: {json.dumps(report['config'])}")
     try:
         asyncio.run(_measure(core, load, change_tokens, cells, changes))

@@ -12,7 +12,7 @@ from clients.workload import Prompt
 from server.cli import main
 from server.commands.bench_speculation_rounds import Bench, Measured
 from server.scheduler.draft_policy import DraftPolicy
-from tests.fakes.proposer_settings import SETTINGS, build_models
+from tests.fakes.proposer_settings import SETTINGS, build_models, config_of, with_models
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--compile", "none", "--kv-cache-memory-bytes", "2MiB")
@@ -122,13 +122,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_every_proposer_can_be_measured_in_a_piece(
     model: str, models: dict[str, str], tmp_path: Path, methods: list[str]
 ) -> None:
-    def settings(name: str) -> dict[str, object]:
-        own = SETTINGS.get(name, {})
-        return {"method": name, "num_speculative_tokens": 2, **own} | (
-            {"model": models[name]} if "model" in own else {}
-        )
-
-    config = [settings("suffix"), settings("layer_skip")] if method == "several" else settings(method)
+    config = with_models([config_of(method, 2) for method in methods], models)
     output = tmp_path / "report.json"
     code = bench(
         *(model, "--concurrency", "8", "--drafts", "0,2", "--workloads", "random", "--repeat", "1"),
