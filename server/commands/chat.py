@@ -4,17 +4,16 @@ import argparse
 import sys
 from collections.abc import Iterator
 
+from clients.disaggregated_sync import BlockingDisaggregatedClient
 from clients.errors import InvalidRequestError, OutriderClientError
 from clients.requests import GenerateOptions
 from clients.sync import Client
 from server.commands.call_errors import explain, one_line_errors
-from server.commands.generation_flags import (
-    add_call_flags,
-    add_generation_flags,
-    generation_options,
-)
+from server.commands.generation_flags import DEFAULT_TARGET, add_generation_flags, generation_options
+from server.commands.node_flags import HANDED_ON, add_node_flags, client_of, is_handed_on, name_of
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
+from server.errors import OutriderError
 
 _ONE_TEXT = ("n", "logprobs", "prompt-logprobs", "speculation-metrics")
 """Flags left out: a conversation goes on with one answer, shown as text."""
@@ -24,7 +23,7 @@ _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops a
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the system message and the parameters of a generation that ends in one text."""
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning of the conversation")
-    add_call_flags(parser)
+    add_node_flags(parser)
     add_generation_flags(parser, leave_out=_ONE_TEXT)
     parser.epilog = f"{_HELP}."
 
@@ -38,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     beginning = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = list(beginning)
-    with one_line_errors(args.target, args.timeout), Client(args.target) as client:
+    with one_line_errors(name_of(args), args.timeout), client_of(args) as client:
         if is_terminal:
-            print(f"{client.model_info(timeout_s=args.timeout).served_model_name} on {args.target}. {_HELP}.")
+            print(f"{_model_name(args)} on {name_of(args)}. {_HELP}.")
         for line in _lines(is_terminal=is_terminal):
             if line == "/exit":
                 break
@@ -78,10 +77,25 @@ def _lines(*, is_terminal: bool) -> Iterator[str]:
                 yield line
 
 
-def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOptions, timeout_s: float | None) -> str:
-    """Print the answer as it comes. Returns: as much of it as came before the end or Ctrl-C."""
+def _model_name(args: argparse.Namespace) -> str:
+    """What the server, or the first of those that answer, serves."""
+    with Client(args.decode[0] if args.decode else args.target or DEFAULT_TARGET) as client:
+        return client.model_info(timeout_s=args.timeout).served_model_name
+
+
+def _answer(
+    client: Client | BlockingDisaggregatedClient,
+    messages: list[dict[str, str]],
+    options: GenerateOptions,
+    timeout_s: float | None,
+) -> str:
+    """Print the answer as it comes. Returns: as much of it as came before the end or Ctrl-C.
+
+    Raises: OutriderError from a node that does no more than begin it.
+    """
     options = {**options, "messages": messages}
     parts: list[str] = []
+    is_whole = True
     try:
         with (
             client.generate(timeout_s=timeout_s, **options) as generation,
@@ -91,6 +105,7 @@ def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOpt
                 stop_waiting()
                 parts.append(delta.text)
                 print(delta.text, end="", flush=True)
+            is_whole = not is_handed_on(generation.finished.values())
     except KeyboardInterrupt:
         if not sys.stdin.isatty():
             raise
@@ -99,4 +114,6 @@ def _answer(client: Client, messages: list[dict[str, str]], options: GenerateOpt
             print(flush=True)  # the error is a line of its own
         raise
     print(flush=True)
+    if not is_whole:
+        raise OutriderError(HANDED_ON)
     return "".join(parts)

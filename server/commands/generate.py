@@ -9,29 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from clients.disaggregated_sync import BlockingDisaggregatedClient, BlockingDisaggregatedGeneration
+from clients.disaggregated_sync import BlockingDisaggregatedGeneration
 from clients.errors import InvalidRequestError, OutriderClientError
 from clients.outputs import Delta, Event, Finished, PromptLogprobs, Started
 from clients.requests import GenerateOptions
-from clients.sync import Client, Generation
+from clients.sync import Generation
 from server.commands.call_errors import explain, one_line_errors
-from server.commands.flag_types import list_of, target
-from server.commands.generation_flags import (
-    DEFAULT_TARGET,
-    add_call_flags,
-    add_generation_flags,
-    generation_options,
-)
+from server.commands.flag_types import list_of
+from server.commands.generation_flags import add_generation_flags, generation_options
+from server.commands.node_flags import HANDED_ON, add_node_flags, client_of, is_handed_on, name_of
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 from server.errors import ConfigError
 
 AnyGeneration = Generation | BlockingDisaggregatedGeneration
-
-_HANDED_ON = (
-    "the answer stops at its first token, as this node is of role prefill; "
-    "have a decode node go on with --prefill and --decode in place of --target"
-)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,17 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print every event as a line of JSON; the last is error if it fails"
     )
-    add_call_flags(parser)
-    parser.set_defaults(target=None)  # so that it is known whether one was given
-    nodes = parser.add_argument_group("disaggregated serving", "in place of --target")
-    for name, words in (
-        (
-            "prefill",
-            "servers that compute the prompt and first token; if none is up, those of --decode do",
-        ),
-        ("decode", "servers that go on from there; short prompts are theirs alone"),
-    ):
-        nodes.add_argument(f"--{name}", type=list_of(target, "HOST:PORT"), metavar="HOST:PORT,...", help=words)
+    add_node_flags(parser)
     add_generation_flags(parser)
 
 
@@ -79,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
     elif prompt is None:
         options["token_ids"] = args.token_ids
     with (
-        one_line_errors(_name_of(args), args.timeout),
+        one_line_errors(name_of(args), args.timeout),
         _json_error(args),
-        _client(args) as client,
+        client_of(args) as client,
         client.generate(prompt, timeout_s=args.timeout, **options) as generation,
         waiting_for("waiting for the first token") as stop_waiting,
     ):
@@ -89,25 +70,10 @@ def run(args: argparse.Namespace) -> int:
             _print_json(generation, stop_waiting)
         else:
             _print_text(generation, stop_waiting, num_choices=args.n or 1)
-        if any(finished.finish_reason == "handed_on" for finished in generation.finished.values()):
-            print(f"outrider: {_HANDED_ON}", file=sys.stderr)
+        if is_handed_on(generation.finished.values()):
+            print(f"outrider: {HANDED_ON}", file=sys.stderr)
             return 1
     return 0
-
-
-def _client(args: argparse.Namespace) -> Client | BlockingDisaggregatedClient:
-    if not args.prefill and not args.decode:
-        return Client(_name_of(args))
-    if args.target is not None:
-        raise ConfigError("give either --target or --prefill and --decode")
-    if not args.decode:
-        raise ConfigError("--prefill needs --decode: servers that go on with what is handed on")
-    return BlockingDisaggregatedClient(prefill=args.prefill or (), decode=args.decode)
-
-
-def _name_of(args: argparse.Namespace) -> str:
-    """What errors call the server, or the servers."""
-    return ",".join((*(args.prefill or ()), *(args.decode or ()))) or args.target or DEFAULT_TARGET
 
 
 def _read_prompt(args: argparse.Namespace) -> str | None:

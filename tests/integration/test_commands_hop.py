@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import io
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
@@ -19,9 +21,15 @@ from tests.integration.test_client_disaggregated import PROMPT, Nodes, expected,
 IDS = ",".join(map(str, PROMPT * 8))
 
 
-async def outrider(nodes: Nodes, *arguments: str) -> int:
+async def outrider(nodes: Nodes, *arguments: str, command: str = "generate") -> int:
     targets = ["--prefill", nodes.fronts[0].target, "--decode", nodes.fronts[1].target]
-    return await asyncio.to_thread(cli.main, ["generate", *targets, *arguments])
+    return await asyncio.to_thread(cli.main, [command, *targets, *arguments])
+
+
+async def handing_on(request: Request) -> AsyncIterator[StreamEvent]:
+    """As a node of role prefill, whatever is asked."""
+    async for event in sharing(dataclasses.replace(request, hands_on=True)):
+        yield event
 
 
 async def test_the_answer_of_two_nodes_is_printed(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,10 +46,6 @@ async def test_the_answer_of_two_nodes_is_printed(tokenizer: Tokenizer, capsys: 
 async def test_a_prefill_node_alone_gives_no_whole_answer(
     tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def handing_on(request: Request) -> AsyncIterator[StreamEvent]:
-        async for event in sharing(dataclasses.replace(request, hands_on=True)):
-            yield event
-
     async with running_nodes(tokenizer, [handing_on], [sharing]) as nodes:
         alone = ["generate", "--target", nodes.fronts[0].target, "--token-ids", IDS]
         assert await asyncio.to_thread(cli.main, [*alone, "--max-tokens", "4"]) == 1
@@ -49,6 +53,30 @@ async def test_a_prefill_node_alone_gives_no_whole_answer(
         assert await asyncio.to_thread(cli.main, [*alone, "--max-tokens", "1"]) == 0
     assert out == expected(1) + "\n"
     assert "role prefill" in error
+
+
+async def test_a_chat_with_a_prefill_node_alone_ends(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nare you there?\n"))
+    async with running_nodes(tokenizer, [handing_on], [sharing]) as nodes:
+        alone = ["chat", "--target", nodes.fronts[0].target, "--max-tokens", "4"]
+        assert await asyncio.to_thread(cli.main, alone) == 1
+        assert len(nodes.begun) == 1
+    assert "role prefill" in capsys.readouterr().err
+
+
+async def test_a_chat_with_two_nodes(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    any_prompt = partial(BlockingDisaggregatedClient, min_prompt_tokens=1)
+    monkeypatch.setattr("server.commands.node_flags.BlockingDisaggregatedClient", any_prompt)
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        assert await outrider(nodes, "--max-tokens", "4", command="chat") == 0
+        assert len(nodes.begun) == len(nodes.gone_on) == 1
+        prompt = nodes.begun[0].prompt_token_ids
+    assert capsys.readouterr().out == "".join(f"<{token_id}>" for token_id in prompt[:4]) + "\n"
 
 
 async def test_the_first_failure_is_named(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
