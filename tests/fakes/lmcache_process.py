@@ -59,6 +59,7 @@ class LMCacheProcess:
                 [sys.executable, "-c", command, "server", *flags], stdout=log, stderr=log, env=environment
             )
         if not self._client.noop().wait(START_TIMEOUT_S):
+            self.kill()
             raise TimeoutError(self._log.read_text()[-3000:])
 
     def clear(self) -> None:
