@@ -81,9 +81,8 @@ class TcpServer:
                 has_room = len(self._connections) < MAX_CONNECTIONS and not self._is_closed
                 if has_room:
                     self._connections[thread] = connection
-            if has_room:
-                thread.start()
-            else:
+                    thread.start()
+            if not has_room:
                 self._log.warning("full", "more than %d connections for KV: one was closed", MAX_CONNECTIONS)
                 connection.close()
 
@@ -101,12 +100,15 @@ class TcpServer:
         until_s = time.monotonic() + max(timeout_s, LEAST_S)
         with self._lock:
             self._is_closed = True
-            connections = dict(self._connections)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # the thread that accepts wakes, and can not accept any more
+        if self._accepting is not None:
+            self._accepting.join(max(0.0, until_s - time.monotonic()))
+        # Not before: the thread may be about to accept, and would wait at whatever has the number of the socket then.
         self._listener.close()
+        with self._lock:
+            connections = dict(self._connections)
         for connection in connections.values():
             connection.stop()
-        for thread in (self._accepting, *connections):
-            if thread is not None and thread.ident is not None:
-                thread.join(max(0.0, until_s - time.monotonic()))
+        for thread in connections:
+            thread.join(max(0.0, until_s - time.monotonic()))
