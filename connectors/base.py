@@ -11,13 +11,15 @@ server/kv/prefix_cache.py, or, between peers, by its number on the node that hol
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from connectors.save_failure import SaveFailure
 from server.kv_handle import KVHandle
+
+HashBlocks: TypeAlias = Callable[[int], Sequence[bytes]]
 
 LOAD_TIMEOUT_S = 10.0
 """Unless a connector says otherwise."""
@@ -74,6 +76,8 @@ class KVRequest:
         hashes: of the full blocks whose KV it can do with: all but the one its last token is in.
         source: where its KV is held; None if nobody said so.
         deadline_s: when it ends, on the engine's clock; None if never.
+        hash_blocks: the hashes of its full blocks, if these had so many tokens; takes a moment, from any thread. None
+            if nobody can tell.
     """
 
     seq_id: int
@@ -82,6 +86,7 @@ class KVRequest:
     hashes: Sequence[bytes]
     source: KVHandle | None = None
     deadline_s: float | None = None
+    hash_blocks: HashBlocks | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +195,11 @@ class ConnectorScheduler(ABC, Generic[Metadata]):
         return False
 
     def announce(self, saves: Sequence[BlockSave]) -> None:
-        """The step that comes with the next metadata fills these blocks, with tokens that are known: parts of prompts.
+        """The step that comes with the next metadata fills these blocks, with tokens that are known, as prompts are.
 
         None of them may be kept yet, as the step may fail, or its sequence end before it has settled. Those that have
         settled are offered to `save` then, each as an equal object, unless they had to wait for long; of the others
-        nothing more is heard. Each is announced once. Blocks that generated tokens or drafts fill never are.
+        nothing more is heard. Each is announced once. Blocks that fill up with what a step samples or drafts never are.
         Only called if `wants_announcements`.
         """
 
