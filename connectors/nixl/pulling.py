@@ -89,7 +89,8 @@ class Pull:
     def _pull_and_cut(self, their_size: int) -> None:
         load, target = self._load, self._session.theirs.layout.target
         left = Cut(their_size, self._blocks.layout.block_size, load.first_block, len(load.block_ids))
-        first, located = left.first, self._locate(left.first, left.count, b"")
+        last_hash = load.hashes_there(their_size)[left.first + left.count - 1]
+        first, located = left.first, self._locate(left.first, left.count, last_hash)
         cuts: list[Cut] = []
         while left.num_blocks:
             cut = left.fitting(self._session.staging.blocks_per_lane)

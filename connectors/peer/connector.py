@@ -116,7 +116,7 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         """Order it with the next metadata."""
         assert load.source is not None
-        deadline_s = self._asked.pop(load.seq_id).deadline_s
+        request = self._asked.pop(load.seq_id)
         until_s = self._context.clock() + self._transfer_timeout_s
         self._spend(load.source)
         self._loads.append(
@@ -126,7 +126,8 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
                 load.block_ids,
                 load.hashes,
                 load.first_block,
-                until_s if deadline_s is None else min(until_s, deadline_s),
+                until_s if request.deadline_s is None else min(until_s, request.deadline_s),
+                request.hash_blocks,
             )
         )
 

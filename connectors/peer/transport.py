@@ -1,10 +1,10 @@
 """How blocks get from one node to another: what a peer connector asks of that which moves them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from connectors.base import KVCaches
+from connectors.base import HashBlocks, KVCaches
 from connectors.peer.leases import LeaseTable
 from server.kv_handle import KVHandle
 
@@ -16,8 +16,9 @@ class PeerLoad:
     Attributes:
         seq_id: names the load. source: whose lease to read from; checked.
         block_ids: to write to; they stand for the tokens from `first_block * block_size` on, with this node's size.
-        hashes: of the same. Between equal block sizes the other node is to compare them with its own.
+        hashes: of the same; the other node is to compare them with its own.
         until_s: when it has failed, on the engine's clock.
+        hash_blocks: the hashes of the prompt's blocks if they had so many tokens, for a node that has such blocks.
     """
 
     seq_id: int
@@ -26,6 +27,13 @@ class PeerLoad:
     hashes: tuple[bytes, ...]
     first_block: int
     until_s: float
+    hash_blocks: HashBlocks | None = field(default=None, compare=False)
+
+    def hashes_there(self, block_size: int) -> Sequence[bytes]:
+        """What a node whose blocks have this size has to have as their hashes; empty texts if nobody can tell."""
+        if self.hash_blocks is None:
+            return [b""] * (self.source.num_tokens // block_size)
+        return self.hash_blocks(block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ class Pull:
     Attributes:
         first, count: of the lease's blocks.
         groups: bit i for the group in place i of the node's layout.
-        last_hash: the last of these blocks has to have it; empty if both sides name blocks differently.
+        last_hash: the last of these blocks has to have it; empty if who reads can not tell.
     """
 
     lease_id: str

@@ -51,23 +51,25 @@ def _moved(places: frozenset[int], by: int) -> list[int]:
 
 def _pull_and_cut(session: Session, loading: Loading, blocks: LocalBlocks) -> None:
     """Blocks of another size come into memory of their own, some at a time, and are cut anew there."""
-    load = loading.load
+    load, their_size = loading.load, session.theirs.block_size
+    hashes = load.hashes_there(their_size)
     while loading.num_done < len(load.block_ids):
         done = loading.num_done
         staging = Staging(
             session.theirs.target,
-            session.theirs.block_size,
+            their_size,
             blocks.layout.block_size,
             load.first_block + done,
             len(load.block_ids) - done,
         )
         bad: set[int] = set()
+        first, count = staging.cut.first, staging.cut.count
 
         def came(_: int, bad_places: frozenset[int], __: frozenset[int], bad: set[int] = bad) -> None:
             bad |= bad_places
 
         session.pull(
-            Pull(load.source.lease_id, staging.cut.first, staging.cut.count, 1, b""),
+            Pull(load.source.lease_id, first, count, 1, hashes[first + count - 1]),
             staging.writing,
             came,
             at_a_time=blocks.num_segments([0]),

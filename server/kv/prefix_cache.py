@@ -26,6 +26,10 @@ class BlockHashes:
         self._root = root
         self._hashes: list[bytes] = []
 
+    def of_size(self, block_size: int) -> "BlockHashes":
+        """Those of the same sequence in blocks of another size, as a node that has such blocks knows them."""
+        return BlockHashes(self._root, block_size)
+
     def up_to(self, token_ids: Sequence[int], num_blocks: int) -> list[bytes]:
         """The hashes of the first `num_blocks` full blocks of `token_ids`, which only ever grows."""
         for i in range(len(self._hashes), num_blocks):

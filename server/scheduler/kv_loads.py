@@ -116,14 +116,20 @@ class KVLoads:
         return Readiness.READY if wish.is_over else Readiness.LOADING
 
     def _begin(self, sequence: Sequence) -> _Wish:
-        num_full = (len(sequence.token_ids) - 1) // self._block_size
+        num_tokens = len(sequence.token_ids)
+        num_full = (num_tokens - 1) // self._block_size
+
+        def hash_blocks(block_size: int) -> list[bytes]:
+            return sequence.hashes.of_size(block_size).up_to(sequence.token_ids, num_tokens // block_size)
+
         request = KVRequest(
             seq_id=self._make_id(),
             request_id=sequence.request.request_id,
-            num_tokens=len(sequence.token_ids),
+            num_tokens=num_tokens,
             hashes=tuple(sequence.hashes.up_to(sequence.token_ids, num_full)),
             source=sequence.source,
             deadline_s=sequence.request.deadline_s,
+            hash_blocks=hash_blocks,
         )
         wish = self._wishes[sequence.seq_id] = _Wish(request, sequence)
         return wish

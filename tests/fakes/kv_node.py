@@ -93,7 +93,13 @@ class KVNode:
         self._next_id += 1
         hashes = chain_of(text, num_blocks)
         return KVRequest(
-            self._next_id, f"r{self._next_id}", num_blocks * self.block_size + 1, hashes, source, deadline_s
+            self._next_id,
+            f"r{self._next_id}",
+            num_blocks * self.block_size + 1,
+            hashes,
+            source,
+            deadline_s,
+            lambda _: chain_of(text, 64),
         )
 
     def hand_on(self, *block_ids: int, text: str = "a") -> KVHandle:

@@ -30,6 +30,7 @@ class ScriptedScheduler(ConnectorScheduler[str]):
     ) -> None:
         self.answers = list(answers)
         self.asked: list[int] = []
+        self.requests: list[KVRequest] = []
         self.loads: list[BlockLoad] = []
         self.saves: list[BlockSave] = []
         self.announced: list[BlockSave] = []
@@ -42,6 +43,7 @@ class ScriptedScheduler(ConnectorScheduler[str]):
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         self.asked.append(num_computed_tokens)
+        self.requests.append(request)
         return self.answers.pop(0) if self.answers else 0
 
     def update_state_after_alloc(self, load: BlockLoad) -> None:

@@ -151,12 +151,14 @@ def test_two_sequences_of_one_lease(node: Node) -> None:
 
 
 @pytest.mark.parametrize("is_other", [False, True], ids=["never given", "of other tokens"])
-def test_nobody_gets_what_is_not_meant_for_them(node: Node, is_other: bool) -> None:
-    producer, consumer = node(), node()
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_nobody_gets_what_is_not_meant_for_them(node: Node, is_other: bool, size: int) -> None:
+    producer, consumer = node(), node(block_size=size)
     producer.fill()
-    handle = producer.hand_on(0, 1, text="secret")
+    handle = producer.hand_on(0, 1, 2, 3, text="secret")
     forged = handle if is_other else replace(handle, lease_id="0" * 32)
-    assert consumer.wait_for_load(consumer.begin(forged, 4, 5)) == {4, 5}
+    block_ids = range(16 // size)
+    assert consumer.wait_for_load(consumer.begin(forged, *block_ids)) == set(block_ids)
     assert not consumer.blocks.any()
 
 

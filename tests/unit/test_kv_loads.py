@@ -321,3 +321,20 @@ def test_prompt_logprobs_are_computed_where_the_prompt_is() -> None:
     assert loading.started() == ["a"]
     assert not loading.connector.asked
     loading.run()
+
+
+def test_hashes_are_those_of_a_node_with_blocks_of_another_size() -> None:
+    loading, other = Loading(0), Loading(0)
+    handle = replace(HANDLE, num_tokens=8)
+    for each, size in ((loading, BLOCK), (other, 2 * BLOCK)):
+        each.core = make_core(block_size=size, connector=each.connector)
+        continuation = Continuation((ChoiceState((1,), 7, 1),), handle)
+        request = replace(make_request("a", range(17), max_tokens=3), continuation=continuation)
+        each.core.scheduler.add(request)
+        each.core.step()
+    ours, theirs = loading.connector.requests[0], other.connector.requests[0]
+    assert (len(ours.hashes), len(theirs.hashes)) == (4, 2)
+    assert ours.hash_blocks is not None
+    assert theirs.hash_blocks is not None
+    assert list(ours.hash_blocks(2 * BLOCK)) == list(theirs.hashes)
+    assert list(theirs.hash_blocks(BLOCK)) == list(ours.hashes)
