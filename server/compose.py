@@ -132,6 +132,7 @@ def _build_core(config: Config) -> Core:
         max_tokens=info.max_request_len,
         connector=None if connector is None else connector.worker,
         fingerprint=info.fingerprint.hex(),
+        on_compute=lambda: engine.hand_over(),
     )
     bus = EventBus()
     scheduler = Scheduler(

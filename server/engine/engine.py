@@ -302,7 +302,7 @@ class NativeEngine:
                 self._run_when_quiet()
                 self._step()
             self._begin_transfers()  # whoever stops as soon as it has its answer wants the blocks to be saved, too
-            self._hand_over()
+            self.hand_over()
         except Exception:
             logger.exception("the step thread has died")
             self._is_dead = True
@@ -368,13 +368,13 @@ class NativeEngine:
         else:
             depth = 0
         # Not before the launch: the loop would take the interpreter lock while the device waits for work.
-        self._hand_over()
+        self.hand_over()
         while len(self._in_flight) > depth:
             self._settle_oldest()
         self._snapshot = self._scheduler.statistics()
         self._undelivered = self._scheduler.take_outputs()
-        if depth == 0:
-            self._hand_over()
+        if plan is None:  # no launch may follow
+            self.hand_over()
 
     def _begin_transfers(self) -> None:
         """Without a step that they would begin with."""
@@ -384,7 +384,12 @@ class NativeEngine:
         if (transfers := external.plan()) is not None:
             self._transferring.begin_transfers(transfers)
 
-    def _hand_over(self) -> None:
+    def hand_over(self) -> None:
+        """Let the event loop have the last step's outputs, if it has them not yet.
+
+        By an executor that computes while it launches, once it does so without the interpreter: else they would wait
+        for as long as that takes. On the step thread.
+        """
         if self._undelivered:
             self._post(partial(self._deliver, self._undelivered))
             self._undelivered = []

@@ -1,6 +1,6 @@
 """Runs steps on one device: what a plan changes goes there, what it brings comes back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,12 +85,15 @@ class Runner:
         acceptance: Acceptance,
         connector: ConnectorWorker[Any] | None = None,
         fingerprint: str = "",
+        on_compute: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         kv: see kv_tensors.allocate_kv.
         max_tokens: longest sequence, prompt and output together.
         proposers: each row's drafts are from the first that has some; none is no speculation.
         connector: moves blocks in and out. fingerprint: hex, of the KV that may be exchanged.
+        on_compute: called in `launch` where the model's forward pass begins, which on the CPU takes most of a step and
+            leaves the interpreter to others.
         """
         arranged = Arrangement.of(proposers, head.vocab_size)
         on_device, max_drafts = arranged.on_device, arranged.num_speculative_tokens
@@ -114,7 +117,7 @@ class Runner:
         self._guided = GuidedRows(head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._drafting = Drafting(self.batch, on_device, arranged.followers, max_tokens=max_tokens)
-        self._target = Target(model, kv, self.batch, self._drafting.tapped)
+        self._target = Target(model, kv, self.batch, self._drafting.tapped, on_compute)
         for reader in arranged.readers:
             reader.bind(self.batch.memory(num_blocks=kv.shape[0], block_size=kv.shape[3]))
         self._transfers = None

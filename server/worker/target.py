@@ -1,6 +1,6 @@
 """The first segment of a step: the target model's forward pass over the batch."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +35,21 @@ class TargetOutputs:
 class Target:
     """The model on its KV cache; owned by the runner."""
 
-    def __init__(self, model: PreTrainedModel, kv: Tensor, batch: BatchState, tapped: Iterable[int] = ()) -> None:
-        """Args: kv: see kv_tensors.allocate_kv. tapped: layers whose inputs are wanted."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: Tensor,
+        batch: BatchState,
+        tapped: Iterable[int] = (),
+        on_compute: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args: kv: see kv_tensors.allocate_kv. tapped: layers whose inputs are wanted. on_compute: see Runner."""
         self._model = model.base_model
         bind_kv(self._model, kv)
         self._taps = LayerTaps(self._model, kv.shape[1], tapped)
         self._block_size = kv.shape[3]
         self._batch = batch
+        self._on_compute = on_compute
 
     def forward(self, inputs: StepInputs) -> TargetOutputs:
         """Compute the known tokens and drafts that the plan names, as far as they exist."""
@@ -60,6 +68,7 @@ class Target:
             block_table=batch.block_table,
             groups=inputs.groups,
         )
+        self._on_compute()
         hidden: Tensor = run_model(self._model, token_ids, positions, step).last_hidden_state[0]
         is_broken = None
         if inputs.known_row is not None and inputs.chunk is not None:

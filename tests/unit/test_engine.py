@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from server.engine.protocol import Finished, FinishReason, RequestStream, Started
+from server.engine.protocol import Delta, Finished, FinishReason, RequestStream, Started
 from server.errors import DeadlineExceeded, DuplicateRequest, EngineDead, Overloaded
 from server.events import StepFinished
+from server.plan import StepPlan
 from tests.fakes.core import make_request
 from tests.fakes.eventually import eventually
 from tests.fakes.executor import reference
@@ -69,7 +70,29 @@ async def test_outputs_are_handed_over_once_the_device_has_work(depth: int, monk
 
         monkeypatch.setattr(harness.engine, "_post", note)
         assert len((await harness.generate(make_request("a", range(3), max_tokens=5))).token_ids()) == 5
-        assert num_launched == ([1, 2, 3, 4, 5], [3, 4, 5, 5, 5])[depth]
+        assert num_launched == ([2, 3, 4, 5, 5], [3, 4, 5, 5, 5])[depth]
+
+
+async def test_an_executor_that_computes_while_it_launches_has_outputs_handed_over_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_engine() as harness:
+        launch, has_first = harness.executor.launch, threading.Event()
+        num_launched = 0
+
+        def compute(plan: StepPlan) -> object:
+            nonlocal num_launched
+            num_launched += 1
+            harness.engine.hand_over()
+            assert num_launched < 2 or has_first.wait(timeout=10)
+            return launch(plan)
+
+        monkeypatch.setattr(harness.executor, "launch", compute)
+        async for event in harness.submit(make_request("a", range(3), max_tokens=3)):
+            if isinstance(event, Delta):
+                has_first.set()
+        assert has_first.is_set()
+        assert num_launched == 3
 
 
 # -- open and abort --------------------------------------------------------------------------
