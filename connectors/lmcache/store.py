@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -49,8 +50,8 @@ class LMCacheStore:
 
     def save(self, namespace: str, block_hash: bytes, data: memoryview) -> SaveFailure | None:
         """One copy, into memory that the server shares."""
-        work: Callable[[LMCacheLink], SaveFailure | None] = partial(self._save, namespace, block_hash, data)
-        return self._server.attempt(work, SaveFailure.UNAVAILABLE)
+        unreached = cast("SaveFailure | None", SaveFailure.UNAVAILABLE)
+        return self._server.attempt(partial(self._save, namespace, block_hash, data), unreached)
 
     def close(self) -> None:
         """Leave the server."""

@@ -457,7 +457,8 @@ async def test_a_prefill_node_that_hangs_from_the_start_is_given_up_soon(tokeniz
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 async def test_a_node_that_hangs_on_the_way_is_given_up_soon(tokenizer: Tokenizer, phase: str) -> None:
-    prefill, decode = ([never_beginning], [sharing]) if phase == "prefill" else ([sharing], [FirstStops()] * 2)
+    prefill: list[Script] = [never_beginning if phase == "prefill" else sharing]
+    decode: list[Script] = [sharing] if phase == "prefill" else [FirstStops()] * 2
     async with (
         running_nodes(tokenizer, prefill, decode) as nodes,
         behind_gates(nodes) as (client, gates),

@@ -148,6 +148,17 @@ def test_blocks_of_another_size_are_cut_anew(nodes: ExitStack, holder: KVProcess
     holder.wait_for_release(handle)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_kv_of_other_tokens_is_not_given(nodes: ExitStack, size: int) -> None:
+    holder = node(nodes, engine_id="holder")
+    reader = node(nodes, block_size=size, num_blocks=26, staging_bytes=1 << 16)
+    holder.fill()
+    block_ids = range(1, 1 + 16 // size)
+    handle = holder.hand_on(9, 1, 5, 2, text="secret")
+    assert reader.wait_for_load(reader.begin(handle, *block_ids)) == set(block_ids)
+    assert not reader.blocks.any()
+
+
 def test_a_draft_that_the_other_node_does_not_have_is_left_out(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, draft="another")
     blocks, _ = content(3, draft="d")
