@@ -12,10 +12,11 @@ from server.errors import ModelError
 from server.kernels import cpu_layers
 from server.kernels.cpu_layers import LayerRunner
 from server.model.cache import cache_root
+from server.model.compiled_decoder import CompiledDecoder
 from server.model.compiled_model import CompiledModel
-from server.model.decoder_layers import find_decoder_layers, layer_tensors
-from server.model.layer_check import check_layers
-from server.model.taps import call_taps, has_taps
+from server.model.decoder_layers import find_decoder_layers, find_parent, layer_tensors
+from server.model.layer_check import check_frame, check_layers
+from server.model.taps import run_between_taps
 
 
 class CompiledLayers:
@@ -31,7 +32,7 @@ class CompiledLayers:
                 raise ValueError(f"a layer has the tensors {list(tensors)}, not {compiled.kinds[kind].own_tensors}")
             own.append(list(tensors.values()))
         packages = [folder / compiled.kinds[kind].package for kind in compiled.kind_of_layer]
-        self._runner = LayerRunner(packages, own)
+        self.runner = LayerRunner(packages, own)
         self._last: tuple[tuple[Any, ...], list[Tensor]] = ((), [])
 
     def run(self, begin: int, end: int, hidden: Tensor, **arguments: Any) -> Tensor:
@@ -39,7 +40,7 @@ class CompiledLayers:
 
         Raises: ValueError for arguments of another kind than those the code was made for.
         """
-        return self._runner.run(begin, end, hidden, self._flatten(begin, arguments))
+        return self.runner.run(begin, end, hidden, self._flatten(begin, arguments))
 
     def _flatten(self, index: int, arguments: Mapping[str, Any]) -> list[Tensor]:
         values = tuple(arguments.values())
@@ -59,13 +60,7 @@ class _FirstLayers:
         self._run = run
 
     def __call__(self, hidden: Tensor, **arguments: Any) -> Tensor:
-        begin = 0
-        for index, layer in enumerate(self._layers):
-            if has_taps(layer):
-                if begin < index:
-                    hidden, begin = self._run(begin, index, hidden, **arguments), index
-                call_taps(layer, hidden)
-        return self._run(begin, len(self._layers), hidden, **arguments)
+        return run_between_taps(self._layers, hidden, partial(self._run, **arguments))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers[0], name)
@@ -90,7 +85,7 @@ class _OneCallList(nn.ModuleList):
 
 
 def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
-    """Let the model's decoder layers run the packages in `folder`.
+    """Let the model's decoder run the packages in `folder`.
 
     Called between steps. Writes to block 0 of the KV cache, which belongs to nobody.
 
@@ -100,22 +95,27 @@ def install(model: PreTrainedModel, num_layers: int, folder: Path) -> None:
     try:
         cpu_layers.load(cache_root() / "kernels")
         layers = find_decoder_layers(model, num_layers)
-        compiled = CompiledLayers(layers, CompiledModel.read(folder), folder)
+        made = CompiledModel.read(folder)
+        compiled = CompiledLayers(layers, made, folder)
 
         def run(index: int, hidden: Tensor, /, **arguments: Any) -> Tensor:
             return compiled.run(index, index + 1, hidden, **arguments)
 
         calls = check_layers(model, layers, run)
+        decoder = None
+        if made.frame is not None:
+            call = made.kinds[0].call
+            decoder = CompiledDecoder(model.base_model, layers, compiled.runner, call, made.frame, folder)
+            check_frame(model, layers, call, decoder)
     except Exception as error:  # whatever torch, the compiler or the files' contents lead to
         raise ModelError(f"the layers in {folder} cannot be used, delete them to compile anew: {error}") from error
     if all(_are_same(call, calls[-1]) for call in calls):
-        parent, name = next(
-            (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
-        )
-        setattr(parent, name, _OneCallList(layers, compiled.run))
+        setattr(*find_parent(model, layers), _OneCallList(layers, compiled.run))
     else:
         for index, layer in enumerate(layers):
             layer.forward = partial(compiled.run, index, index + 1)
+    if decoder is not None:
+        model.base_model.forward = decoder.forward
 
 
 def _are_same(some: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

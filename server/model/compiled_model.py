@@ -12,7 +12,10 @@ import transformers
 from server.kernels.cpu_build import cpu_features
 from server.model.layer_call import LayerCall
 
-_SOURCES = ("attention.py", "compiled_model.py", "decoder_layers.py", "fusion.py", "layer_call.py", "layer_compile.py")
+_SOURCES = (
+    *("attention.py", "compiled_model.py", "decoder_layers.py", "frame_compile.py", "fusion.py", "layer_call.py"),
+    *("layer_compile.py", "package.py"),
+)
 """Of this folder; what they say decides what is compiled."""
 
 
@@ -70,11 +73,29 @@ class CompiledKind:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledFrame:
+    """Packages for what a decoder does in front of its layers and behind them.
+
+    Attributes:
+        before: file name; from token ids, positions and own tensors to the layers' hidden states and what is `made`.
+        after: file name; from the last layer's hidden states and own tensors to the decoder's hidden states.
+        made: names of those of the layers' tensors that the decoder makes, in order.
+        own_tensors: names of the decoder's own tensors outside its layers, the last inputs of both.
+    """
+
+    before: str
+    after: str
+    made: tuple[str, ...]
+    own_tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CompiledModel:
-    """The packages in a folder, and the kind of each layer."""
+    """The packages in a folder, the kind of each layer, and what lies around the layers, unless that stays as it is."""
 
     kinds: tuple[CompiledKind, ...]
     kind_of_layer: tuple[int, ...]
+    frame: CompiledFrame | None
 
     def write(self, folder: Path) -> None:
         """Leave it beside the packages."""
@@ -92,4 +113,7 @@ class CompiledModel:
             )
             for kind in values["kinds"]
         ]
-        return cls(tuple(kinds), tuple(values["kind_of_layer"]))
+        frame = values["frame"]
+        if frame is not None:
+            frame = CompiledFrame(frame["before"], frame["after"], tuple(frame["made"]), tuple(frame["own_tensors"]))
+        return cls(tuple(kinds), tuple(values["kind_of_layer"]), frame)

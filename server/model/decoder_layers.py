@@ -21,6 +21,13 @@ def find_decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     raise LookupError(f"the model has no list of {num_layers} decoder layers")
 
 
+def find_parent(model: nn.Module, layers: nn.ModuleList) -> tuple[nn.Module, str]:
+    """The module that holds a list of layers, and under which name."""
+    return next(
+        (module, name) for module in model.modules() for name, child in module.named_children() if child is layers
+    )
+
+
 def layer_kind(layer: nn.Module) -> LayerKind:
     """What two layers must agree on to share code: modules, shapes, and settings that are plain values."""
     kind: list[object] = []

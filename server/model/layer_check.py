@@ -1,4 +1,4 @@
-"""Compares other code for a model's decoder layers with the model's own."""
+"""Compares other code for a model's decoder with the model's own."""
 
 from functools import partial
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from server.model.attention import AttentionGroup, AttentionStep
 from server.model.forward import run_model
+from server.model.layer_call import LayerCall
 
 CHECK_LEN = 5
 _TOLERANCE = {torch.bfloat16: 2**-5, torch.float16: 2**-8, torch.float32: 1e-4}
@@ -21,6 +22,14 @@ class RunLayer(Protocol):
     def __call__(self, index: int, hidden: Tensor, /, **arguments: Any) -> Tensor: ...
 
 
+class Frame(Protocol):
+    """Other code for what a decoder does in front of its layers and behind them; see CompiledDecoder."""
+
+    def before(self, token_ids: Tensor, positions: Tensor, step: AttentionStep) -> tuple[Tensor, list[Tensor]]: ...
+
+    def after(self, hidden: Tensor) -> Tensor: ...
+
+
 @torch.inference_mode()
 def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -> list[tuple[Any, ...]]:
     """Compare the outputs on a prompt and on a single token; writes to block 0 of the KV cache.
@@ -31,10 +40,7 @@ def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -
     calls: list[tuple[Any, ...]] = []
 
     def compare(index: int, _: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any], expected: Tensor) -> None:
-        found = run(index, args[0], **kwargs)
-        largest = torch.maximum(args[0].abs().amax(), expected.abs().amax())
-        if not ((found - expected).abs().amax() <= _TOLERANCE[expected.dtype] * largest):
-            raise ValueError(f"layer {index} computes something else than the model's own")
+        _compare(f"layer {index}", run(index, args[0], **kwargs), expected, args[0])
         calls.append(tuple(kwargs.values()))
 
     handles = [layer.register_forward_hook(partial(compare, i), with_kwargs=True) for i, layer in enumerate(layers)]
@@ -47,6 +53,49 @@ def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -
     if len(calls) != 2 * len(layers):
         raise ValueError(f"the model called {len(calls)} layers of {2 * len(layers)}")
     return calls[-len(layers) :]
+
+
+@torch.inference_mode()
+def check_frame(model: PreTrainedModel, layers: nn.ModuleList, call: LayerCall, frame: Frame) -> None:
+    """The same for what lies in front of the layers and behind them, on a prompt.
+
+    Raises: ValueError where they differ.
+    """
+    given: dict[str, Any] = {}
+    last: list[Tensor] = []
+
+    def before(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
+        hidden, shared = frame.before(given["input_ids"], given["position_ids"], given["attention_step"])
+        _compare("what lies in front of the layers", hidden, args[0], args[0])
+        for name, found, expected in zip(call.tensors, shared, call.flatten(kwargs), strict=True):
+            _compare(f"{name} of the layers", found, expected, expected)
+
+    def after(_: nn.Module, __: object, output: Any) -> None:
+        _compare("what lies behind the layers", frame.after(last[0]), output.last_hidden_state, last[0])
+
+    decoder = model.base_model
+    handles = [
+        decoder.register_forward_pre_hook(lambda _, __, kwargs: given.update(kwargs), with_kwargs=True),
+        layers[0].register_forward_pre_hook(before, with_kwargs=True),
+        layers[-1].register_forward_hook(lambda _, __, output: last.append(output)),
+        decoder.register_forward_hook(after),
+    ]
+    try:
+        run_prompt(model, CHECK_LEN)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compare(what: str, found: Tensor, expected: Tensor, given: Tensor) -> None:
+    """Args: given: what it was computed from. Raises: ValueError where they differ."""
+    if expected.is_floating_point():
+        largest = torch.maximum(given.abs().amax(), expected.abs().amax())
+        is_same = bool((found - expected).abs().amax() <= _TOLERANCE[expected.dtype] * largest)
+    else:
+        is_same = torch.equal(found, expected)
+    if not is_same:
+        raise ValueError(f"{what}: the compiled code computes something else than the model's own")
 
 
 def run_prompt(model: PreTrainedModel, length: int) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from server.kernels import cpu_attention, cpu_layers, cpu_linear
 from server.model.attention import AttentionStep, bind_kv
 from server.model.cache import cache_root, publish_folder, temporary_folder
-from server.model.compiled_model import CompiledKind, CompiledModel, CompileOrder
+from server.model.compiled_model import CompiledFrame, CompiledKind, CompiledModel, CompileOrder
 from server.model.decoder_layers import LayerKind, find_decoder_layers, layer_kind, layer_tensors
+from server.model.frame_compile import compile_frame
 from server.model.fusion import pack_linears
 from server.model.layer_call import LayerCall
+from server.model.package import NUM_TOKENS, compile_package
 
 _NICENESS = 10
 """Serving goes first."""
 
-NUM_TOKENS = 22
 NUM_ROWS = 7
 NUM_SLOTS = 13
 NUM_BLOCKS = 5
-"""Sizes of the example call. They vary from call to call, and are not 0 or 1, which compilers take for special."""
+"""Further sizes of the example call; see NUM_TOKENS."""
 
 
 class _Region(nn.Module):
@@ -67,7 +69,7 @@ def compile_layers(order: CompileOrder, target: Path) -> None:
 def _fill(order: CompileOrder, folder: Path) -> None:
     model = _model_without_memory(order)
     layers = find_decoder_layers(model, order.kv_shape[0])
-    calls = _record_calls(model, layers)
+    calls, made = _record_calls(model, layers)
     kinds: dict[LayerKind, CompiledKind] = {}
     kind_of_layer: list[int] = []
     for layer, (call, shared) in zip(layers, calls, strict=True):
@@ -76,7 +78,21 @@ def _fill(order: CompileOrder, folder: Path) -> None:
             package = f"{len(kinds)}.pt2"
             kinds[key] = _compile_kind(layer, call, shared, model.config.hidden_size, folder / package)
         kind_of_layer.append(list(kinds).index(key))
-    CompiledModel(tuple(kinds.values()), tuple(kind_of_layer)).write(folder)
+    frame = None
+    if all(tensor is first for _, shared in calls for tensor, first in zip(shared, calls[0][1], strict=True)):
+        frame = _try_frame(model, layers, calls[0][0], made, folder)
+    CompiledModel(tuple(kinds.values()), tuple(kind_of_layer), frame).write(folder)
+
+
+def _try_frame(
+    model: PreTrainedModel, layers: nn.ModuleList, call: LayerCall, made: Sequence[str], folder: Path
+) -> CompiledFrame | None:
+    """None for decoders that look at their inputs, say, and so cannot be exported: their layers are what counts."""
+    try:
+        return compile_frame(model, layers, call, made, folder)
+    except Exception as error:  # whatever export or compiler have to say about this architecture
+        print(f"only the decoder's layers are compiled: {error}", file=sys.stderr)
+        return None
 
 
 def _model_without_memory(order: CompileOrder) -> PreTrainedModel:
@@ -90,8 +106,13 @@ def _model_without_memory(order: CompileOrder) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _record_calls(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[LayerCall, list[Tensor]]]:
-    """How the model calls each of its layers, with tensors that have no memory."""
+def _record_calls(
+    model: PreTrainedModel, layers: nn.ModuleList
+) -> tuple[list[tuple[LayerCall, list[Tensor]]], list[str]]:
+    """How the model calls each of its layers, with tensors that have no memory.
+
+    Returns: the calls, and which of the first one's tensors the model makes itself.
+    """
     found: list[tuple[LayerCall, list[Tensor]]] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -113,10 +134,17 @@ def _record_calls(model: PreTrainedModel, layers: nn.ModuleList) -> list[tuple[L
             block_table=torch.zeros(NUM_SLOTS, NUM_BLOCKS, dtype=torch.int32),
             groups=(),
         )
-        model.base_model(input_ids=tokens[None], position_ids=tokens[None], use_cache=False, attention_step=step)
+        positions = tokens[None]
+        model.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, attention_step=step)
     for handle in handles:
         handle.remove()
-    return found
+    first_call, first_shared = found[0]
+    made = [
+        name
+        for name, tensor in zip(first_call.tensors, first_shared, strict=True)
+        if not name.startswith("attention_step.") and tensor is not positions
+    ]
+    return found, made
 
 
 def _compile_kind(
@@ -139,14 +167,7 @@ def _compile_kind(
         [{0: any_size} if name.endswith("kv_blocks") else {} for name in own],
     )
     example = (hidden, [torch.zeros_like(tensor, device="cpu") for tensor in shared], list(own.values()))
-    with torch.no_grad():
-        program = torch.export.export(region, example, dynamic_shapes=dynamic_shapes, strict=False)
-    torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(package),
-        # The header, compiled beforehand, would pay off for many packages only.
-        inductor_configs={"cpp_cache_precompile_headers": False},
-    )
+    compile_package(region, example, dynamic_shapes, package)
     return CompiledKind(package.name, call, tuple(own))
 
 

@@ -1,7 +1,7 @@
 """Keeps hidden states on their way through a model's decoder layers."""
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,3 +54,17 @@ def call_taps(layer: nn.Module, hidden: Tensor) -> None:
     """Show hidden states to those who want to see what goes into a layer that is not called itself."""
     for hook in layer._forward_pre_hooks.values():
         hook(layer, (hidden,), {})  # all of ours take the keyword arguments, too
+
+
+def run_between_taps(layers: Sequence[nn.Module], hidden: Tensor, run: Callable[[int, int, Tensor], Tensor]) -> Tensor:
+    """Run layers that are not called themselves, in as few goes as those allow who want to see what is between them.
+
+    Args: run: (begin, end, hidden states) -> what layers [begin, end) make of them.
+    """
+    begin = 0
+    for index, layer in enumerate(layers):
+        if has_taps(layer):
+            if begin < index:
+                hidden, begin = run(begin, index, hidden), index
+            call_taps(layer, hidden)
+    return run(begin, len(layers), hidden)

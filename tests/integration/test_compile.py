@@ -1,4 +1,4 @@
-"""Compiled decoder layers: the same answers, in any batch; and what cannot be compiled runs as it is."""
+"""Compiled decoders: the same answers, in any batch; and what cannot be compiled runs as it is."""
 
 import logging
 import shutil
@@ -22,7 +22,7 @@ from server.kernels import cpu_attention, cpu_linear
 from server.model.attention import CPU_ATTENTION_NAME
 from server.model.cache import cache_root
 from server.model.compiled_model import CompileOrder
-from server.model.layer_compile import NUM_TOKENS
+from server.model.package import NUM_TOKENS
 from server.model.resolve import pull
 from tests.conftest import DEVICE
 from tests.fakes.layer_files import LayerFilesWorker
@@ -73,7 +73,6 @@ def _ids(llm: LLM, prompts: Sequence[dict[str, list[int]]]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
@@ -84,13 +83,14 @@ def _ids(llm: LLM, prompts: Sequence[dict[str, list[int]]]) -> list[list[int]]:
     ],
 )
 def test_compiled_layers_answer_as_the_models_own(
-    folder: Path, dtype: str, kv_dtype: str, caplog: pytest.LogCaptureFixture
+    folder: Path, cache: Path, dtype: str, kv_dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with _llm(folder, dtype, "none", kv_cache_dtype=kv_dtype) as llm:
         expected = _ids(llm, PROMPTS)
     with _llm(folder, dtype, "wait", kv_cache_dtype=kv_dtype) as llm:
         assert RUNS_COMPILED in caplog.text
+        assert list(cache.glob("layers/*/before.pt2"))  # and what lies around them as well
         alone = [_ids(llm, [prompt])[0] for prompt in PROMPTS]
         together = _ids(llm, PROMPTS)
     assert alone == together  # bit for bit the same in any batch, in bfloat16 as well

@@ -1,0 +1,26 @@
+"""Compiles a function of tensors into a package of AOTInductor."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NUM_TOKENS = 22
+"""Of an example call. It varies from call to call, and is not 0 or 1, which compilers take for special."""
+
+
+def compile_package(region: nn.Module, example: tuple[Any, ...], dynamic_shapes: tuple[Any, ...], path: Path) -> None:
+    """Compile what `region` computes from tensors alone, for any sizes that are dynamic.
+
+    Args: example, dynamic_shapes: see torch.export.export.
+    Raises: whatever export or compiler have to say.
+    """
+    with torch.no_grad():
+        program = torch.export.export(region, example, dynamic_shapes=dynamic_shapes, strict=False)
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(path),
+        # The header, compiled beforehand, would pay off for many packages only.
+        inductor_configs={"cpp_cache_precompile_headers": False},
+    )
