@@ -2,6 +2,8 @@
 
 import logging
 import threading
+import weakref
+from functools import partial
 
 import pytest
 
@@ -34,6 +36,18 @@ def test_an_error_is_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixt
     assert done == [1]
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert "outrider-test" in caplog.text
+
+
+def test_work_that_is_done_is_let_go_of() -> None:
+    """What it holds may be large, and no other work need come."""
+    held, is_gone = threading.Event(), threading.Event()
+    weakref.finalize(held, is_gone.set)
+    threads = Threads("one", 1)
+    threads.submit(partial(threading.Event.set, held))
+    assert held.wait(TIMEOUT_S)
+    del held
+    assert is_gone.wait(TIMEOUT_S)
+    assert threads.end(TIMEOUT_S)
 
 
 def test_work_that_hangs_is_not_waited_for_and_no_more_is_taken() -> None:
