@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.request import SamplingParams
+from tests.fakes.device import DEVICE
 from tests.fakes.engine_under_test import engine_on
 from tests.fakes.kv_engines import BLOCK_NBYTES, BLOCK_SIZE, files, fill, kv_engine, num_full, tokens
 from tests.tiny_model import build_tiny_model
@@ -33,7 +34,7 @@ def params(kind: str = "greedy", **more: Any) -> SamplingParams:
 
 def alone(model: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
     """What an engine without a connector says."""
-    with engine_on(model, "cpu") as engine:
+    with engine_on(model, DEVICE) as engine:
         return tokens(engine.generate(prompts, sampling))
 
 
@@ -163,7 +164,7 @@ def test_generated_blocks_are_saved_too(model: Path, tmp_path: Path) -> None:
 
 def test_an_engine_that_stops_at_once_has_saved_its_blocks(model: Path, tmp_path: Path) -> None:
     prompt = prompt_of(100)
-    with engine_on(model, "cpu", kv_transfer_config=files(tmp_path)) as engine:
+    with engine_on(model, DEVICE, kv_transfer_config=files(tmp_path)) as engine:
         engine.generate([prompt], params(max_tokens=1))
     with kv_engine(model, files(tmp_path)) as engine:
         assert engine.generate([prompt], params())[0].num_cached_tokens == num_full(prompt)
@@ -171,7 +172,7 @@ def test_an_engine_that_stops_at_once_has_saved_its_blocks(model: Path, tmp_path
 
 def test_the_log_says_where_kv_goes(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with engine_on(model, "cpu", kv_transfer_config={"kv_connector": "tcp"}, role="prefill"):
+    with engine_on(model, DEVICE, kv_transfer_config={"kv_connector": "tcp"}, role="prefill"):
         pass
     assert "role prefill, kv_producer of connector tcp" in caplog.messages
     assert re.search(r"KV is served to other nodes at 127\.0\.0\.1:\d+", caplog.text)

@@ -9,6 +9,7 @@ import pytest
 
 from proposers.drafting import NetworkProposer
 from server.request import SamplingParams
+from tests.fakes.device import DEVICE
 from tests.fakes.engine_under_test import Outcome, engine_on, ngram
 from tests.fakes.kv_engines import BLOCK_SIZE, files, fill, kv_engine, num_full, tokens
 from tests.tiny_heads import build_tiny_eagle3
@@ -52,7 +53,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(models: Models, prompts: list[list[int]]) -> list[list[int]]:
-    with engine_on(models.target, "cpu") as engine:
+    with engine_on(models.target, DEVICE) as engine:
         return tokens(engine.generate(prompts, SAMPLING))
 
 
@@ -88,7 +89,7 @@ def test_what_the_same_draft_keeps_is_loaded_too(
     depth: int,
 ) -> None:
     settings = {**models.settings(method), "pipeline_depth": depth, "max_num_seqs": 1}
-    with engine_on(models.target, "cpu", **settings) as engine:
+    with engine_on(models.target, DEVICE, **settings) as engine:
         without = engine.generate(prompts, SAMPLING)
     fill(models.target, files(tmp_path), prompts, **settings)
     with kv_engine(models.target, files(tmp_path), **settings) as engine:
