@@ -16,6 +16,7 @@ from proposers.config import ProposerConfig
 from proposers.draft_model import CausalNetwork
 from proposers.drafting import NetworkProposer
 from proposers.network import KVShape
+from proposers.registry import likely_methods
 from server.config import Config, ModelConfig
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
@@ -258,12 +259,15 @@ def build_proposers(config: Config, target: TargetView) -> list[Proposer | HostP
 
 @contextmanager
 def _refused_as(name: str, settings: ProposerConfig) -> Iterator[None]:
-    """Let what a proposer refuses say which proposer it was, and of its setting where that was given."""
+    """Let what a proposer refuses say which proposer it was, by its setting, and what its model is for instead."""
     try:
         yield
     except (ConfigError, ModelError) as error:
         is_setting = str(error).partition(":")[0] in type(settings).model_fields
-        raise type(error)(f"{name}{'.' if is_setting else ': '}{error}") from error
+        likely = likely_methods("model", getattr(settings, "model", None))
+        is_other = isinstance(error, ModelError) and settings.method not in likely
+        hint = f"; by its config.json it is for the method {' or '.join(likely)}" if is_other else ""
+        raise type(error)(f"{name}{'.' if is_setting else ': '}{error}{hint}") from error
 
 
 def _check_length(config: ModelConfig, files: ModelFiles) -> None:

@@ -154,7 +154,7 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
 
     Raises: ConfigError that names every refused value.
     """
-    value = read_json(SPECULATIVE_CONFIG, given, "a JSON object, a list of them or none")
+    value = read_json(SPECULATIVE_CONFIG, given, 'a JSON object such as {"method": "ngram"}, a list of them or none')
     if value is None:
         return None
     if isinstance(value, SpeculativeConfig):

@@ -128,6 +128,15 @@ NETWORKS: dict[str, Callable[[Path], Settings]] = {
 }
 
 
+@pytest.mark.parametrize("method", [method for method in NETWORKS if method != "layer_skip"])
+def test_a_model_for_another_method(tmp_path: Path, target: Path, method: str) -> None:
+    other = "draft_model" if method == "medusa" else "medusa"
+    folder = NETWORKS[other](tmp_path)["model"]
+    message = refusal(target, {"method": method, "model": folder, "num_speculative_tokens": 2})
+    assert message.startswith("speculative_config")
+    assert message.split("; ")[-1].startswith(f"by its config.json it is for the method {other}")
+
+
 @pytest.mark.parametrize("method", NETWORKS)
 def test_more_devices_than_one(tmp_path: Path, target: Path, method: str) -> None:
     given = {"method": method, **NETWORKS[method](tmp_path), "draft_tensor_parallel_size": 2}

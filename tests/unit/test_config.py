@@ -78,7 +78,11 @@ def test_unknown_name_points_at_the_nearest() -> None:
         ("kv_cache_memory_bytes", "2 parsecs", "must be a number of bytes, such as"),
         ("kv_cache_memory_bytes", "0", "must be an integer >= 1, or none, got '0'"),
         ("max_message_bytes", "4GiB", "<= 2147483647, got '4GiB'"),
-        ("speculative_config", "{", "must be a JSON object, a list of them or none, got '{'"),
+        (
+            "speculative_config",
+            "{",
+            'must be a JSON object such as {"method": "ngram"}, a list of them or none, got \'{\'',
+        ),
         ("speculative_config", "3", "must be a mapping, a list of them or none, got '3'"),
         ("speculative_config", [1], "must be a mapping, a list of them or none, got [1]"),
     ],
