@@ -3,12 +3,20 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from server.compose import build_proposers
+from server.config import Config
+from server.plan import StepPlan
 from server.request import Request, SamplingParams
+from server.worker.results import StepHandle
+from tests.fakes.proposer_settings import build_models, config_of, with_models
 from tests.fakes.stepping import Stepping
 from tests.tiny_model import build_tiny_model
 
@@ -32,11 +40,11 @@ MIXED = (
 )
 
 
-def requests(params: tuple[SamplingParams, ...], count: int, *, has_bad_words: bool = False) -> list[Request]:
+def requests(params: tuple[SamplingParams, ...], num: int, *, has_bad_words: bool = False) -> list[Request]:
     """Prompts of 1 to 60 tokens, some of which repeat themselves."""
     rng = random.Random(5)
     made = []
-    for number in range(count):
+    for number in range(num):
         piece = [rng.randrange(3, 400) for _ in range(rng.randint(1, 15))]
         made.append(
             Request(
@@ -71,6 +79,35 @@ def test_no_step_waits_for_the_device(tmp_path: Path, k: int, capture: tuple[int
     with no_waiting():
         tokens = stepping.generate(requests(MIXED, 18, has_bad_words=True))
     assert all(tokens)
+
+
+@pytest.mark.parametrize("capture", [(), (1, 2, 4, 6)], ids=["eager", "captured"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "layer_skip"])
+def test_no_network_waits_for_the_device(tmp_path: Path, method: str, capture: tuple[int, ...]) -> None:
+    """What a sequence missed is caught up with, too: by turns nobody drafts."""
+    given = with_models([config_of(method, K)], build_models(tmp_path / "models"))
+    model = build_tiny_model(tmp_path)
+    config = Config.from_kwargs(model=str(model), speculative_config=given)
+    stepping = Stepping(
+        model,
+        DEVICE,
+        torch.float32,
+        k=K,
+        depth=1,
+        capture=capture,
+        max_num_seqs=6,
+        enable_prefix_caching=True,
+        build=lambda target: build_proposers(config, target),
+    )
+    launch, numbers = stepping.runner.launch, count()
+
+    def launched(plan: StepPlan) -> StepHandle:
+        return launch(replace(plan, num_proposed=K if next(numbers) // 8 % 2 else 0))
+
+    with patch.object(stepping.runner, "launch", launched):
+        stepping.generate(requests(MIXED, 12))
+        with no_waiting():
+            assert all(stepping.generate(requests(MIXED, 18)))
 
 
 @pytest.mark.parametrize("k", [0, K])
