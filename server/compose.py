@@ -265,7 +265,8 @@ def _refused_as(name: str, settings: ProposerConfig) -> Iterator[None]:
     except (ConfigError, ModelError) as error:
         is_setting = str(error).partition(":")[0] in type(settings).model_fields
         likely = likely_methods("model", getattr(settings, "model", None))
-        is_other = isinstance(error, ModelError) and settings.method not in likely
+        is_ours = settings.method in likely_methods("model", None)
+        is_other = isinstance(error, ModelError) and is_ours and settings.method not in likely
         hint = f"; by its config.json it is for the method {' or '.join(likely)}" if is_other else ""
         raise type(error)(f"{name}{'.' if is_setting else ': '}{error}{hint}") from error
 

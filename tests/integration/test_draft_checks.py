@@ -137,6 +137,14 @@ def test_a_model_for_another_method(tmp_path: Path, target: Path, method: str) -
     assert message.split("; ")[-1].startswith(f"by its config.json it is for the method {other}")
 
 
+def test_nobody_knows_what_a_proposer_from_elsewhere_is_for(tmp_path: Path, target: Path) -> None:
+    folder = build_tiny_model(tmp_path, num_layers=1)
+    given = {"method": "proposers.eagle:EagleConfig", "model": str(folder)}
+    assert refusal(target, given) == (
+        f"speculative_config: {folder} lacks weights that its config.json calls for: fc.weight"
+    )
+
+
 @pytest.mark.parametrize("method", NETWORKS)
 def test_more_devices_than_one(tmp_path: Path, target: Path, method: str) -> None:
     given = {"method": method, **NETWORKS[method](tmp_path), "draft_tensor_parallel_size": 2}
