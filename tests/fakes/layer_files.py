@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from connectors.base import (
     BlockLoad,
@@ -102,7 +103,7 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
     def register_kv_caches(self, caches: KVCaches) -> None:
         self._name = caches.target.fingerprint
         self._target, *others = [group.blocks for group in caches.groups]
-        self._others = [blocks.flatten(1) for blocks in others]
+        self._others = others
 
     def start_load_kv(self, metadata: Orders) -> None:
         for load in metadata.loads:
@@ -114,13 +115,14 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
     def _load(self, load: BlockLoad) -> None:
         num_good = 0
         for block_id, block_hash in zip(load.block_ids, load.hashes, strict=True):
-            parts = [blocks[block_id].numpy().reshape(-1).view(np.uint8) for blocks in (self._target, *self._others)]
+            parts = [blocks[block_id].flatten().view(torch.uint8) for blocks in (self._target, *self._others)]
             try:
-                data = np.fromfile(self._path(block_hash), np.uint8)
+                data = bytearray(self._path(block_hash).read_bytes())
             except OSError:
                 break
-            for part, content in zip(parts, np.split(data, np.cumsum([part.nbytes for part in parts])), strict=False):
-                part[:] = content
+            content = torch.frombuffer(data, dtype=torch.uint8).split([part.nbytes for part in parts])
+            for part, own in zip(parts, content, strict=True):
+                part.copy_(own)
             num_good += 1
         good, bad = load.block_ids[:num_good], load.block_ids[num_good:]
         self._finished = self._finished.joined(Finished(loaded=(load.seq_id,), complete=good))
@@ -131,14 +133,14 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
         if len(layers) == self._target.shape[1]:
             self.num_early += 1
         else:
-            layers = [self._target[save.block_id].numpy().tobytes()]
-        others = [blocks[save.block_id].numpy().tobytes() for blocks in self._others]
+            layers = [_bytes(self._target[save.block_id])]
+        others = [_bytes(blocks[save.block_id]) for blocks in self._others]
         self._path(save.block_hash).write_bytes(b"".join([*layers, *others]))
         self._finished = self._finished.joined(Finished(saved=(save.block_id,)))
 
     def save_kv_layer(self, layer: int) -> None:
         for save in self._announced:
-            self._layers.setdefault(save, []).append(self._target[save.block_id, layer].numpy().tobytes())
+            self._layers.setdefault(save, []).append(_bytes(self._target[save.block_id, layer]))
 
     def wait_for_save(self) -> None:
         self._announced = []
@@ -156,3 +158,8 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / f"{self._name}-{block_hash.hex()}"
+
+
+def _bytes(part: Tensor) -> bytes:
+    """Once the device has computed them."""
+    return part.cpu().view(torch.uint8).numpy().tobytes()

@@ -50,7 +50,7 @@ def test_files_are_the_same_and_replayed_steps_are_not_interrupted(
     for layerwise in (False, True):
         choice = files(tmp_path / str(layerwise))
         choice["kv_connector_extra_config"]["layerwise"] = layerwise
-        settings = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "compile": compile_when}
+        settings: dict[str, Any] = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "compile": compile_when}
         with engine_on(folder, str(DEVICE), kv_transfer_config=choice, **settings) as engine:
             layers.clear()
             copies.clear()

@@ -86,6 +86,19 @@ def test_files_are_the_same_to_the_last_bit(
     assert 0 < sum(copies) <= NUM_PROMPT_BLOCKS, "what generated tokens filled moved as a whole"
 
 
+def test_what_a_draft_model_keeps_moves_with_its_block_as_a_whole(
+    model: Path, tmp_path: Path, copies: list[bool]
+) -> None:
+    settings = {"speculative_config": {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}}
+    expected = run(model, files(tmp_path / "whole"), **settings)
+    copies.clear()
+    assert run(model, layerwise(files(tmp_path / "layers")), **settings) == expected
+    saved = content(tmp_path / "layers")
+    assert saved == content(tmp_path / "whole")
+    assert len(saved) > len(copies), "of most blocks it has one, too"
+    assert 0 < sum(copies) <= NUM_PROMPT_BLOCKS
+
+
 def test_memory_is_the_same_to_the_last_bit(model: Path, monkeypatch: pytest.MonkeyPatch, copies: list[bool]) -> None:
     found = []
     memory = {"kv_connector": "memory", "kv_connector_extra_config": {}}
