@@ -133,7 +133,7 @@ def _build_core(config: Config) -> Core:
         max_tokens=info.max_request_len,
         connector=None if connector is None else connector.worker,
         fingerprint=info.fingerprint.hex(),
-        on_compute=lambda: engine.hand_over(),
+        on_compute=(lambda: engine.hand_over()) if device.type == "cpu" else (lambda: None),
     )
     bus = EventBus()
     scheduler = Scheduler(
@@ -267,7 +267,7 @@ def _refused_as(name: str, settings: ProposerConfig) -> Iterator[None]:
         likely = likely_methods("model", getattr(settings, "model", None))
         is_ours = settings.method in likely_methods("model", None)
         is_other = isinstance(error, ModelError) and is_ours and settings.method not in likely
-        hint = f"; by its config.json it is for the method {' or '.join(likely)}" if is_other else ""
+        hint = f"; by its config.json it is for the method {likely[0]}" if is_other and len(likely) == 1 else ""
         raise type(error)(f"{name}{'.' if is_setting else ': '}{error}{hint}") from error
 
 

@@ -115,6 +115,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(name, value is None or 0 <= value <= MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
+        is_known = isinstance(self.structured_outputs, StructuredOutputsParams | None)
+        require("structured_outputs", is_known, "a StructuredOutputsParams")
         return found
 
 

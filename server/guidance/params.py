@@ -45,8 +45,8 @@ class StructuredOutputsParams:
         given = [wire_name for name, wire_name in WIRE_NAMES.items() if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidRequest.of("constraint", f"give exactly one of {', '.join(WIRE_NAMES.values())}, got {given}")
-        if self.json_object is False:
-            raise InvalidRequest.of("json_object", "must be true if it is given")
+        if self.json_object not in (None, True):
+            raise InvalidRequest.of("json_object", f"must be true if it is given, got {self.json_object!r}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidRequest.of(name, f"must be text, got {getattr(self, name)!r}")

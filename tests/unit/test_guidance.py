@@ -12,6 +12,7 @@ from server.guidance.compiler import GrammarCompiler
 from server.guidance.grammar import Grammar
 from server.guidance.params import MAX_CONSTRAINT_CHARS, MAX_TEXTS, StructuredOutputsParams
 from server.model.no_tokenizer import NoTokenizer
+from server.request import SamplingParams
 from server.tokenizer import Tokenizer
 from tests.fakes.tokenizers import tiny_tokenizer
 
@@ -98,6 +99,7 @@ def test_texts_inside_and_outside(
         ({}, "constraint", "exactly one of json_schema, json_object, regex, grammar, choice, got []"),
         ({"regex": "a", "json_object": True}, "constraint", "got ['json_object', 'regex']"),
         ({"json_object": False}, "json_object", "must be true"),
+        ({"json_object": "yes"}, "json_object", "must be true if it is given, got 'yes'"),
         ({"choice": []}, "choice", "must have 1 to"),
         ({"choice": "yes"}, "choice", "must be a list of texts, got 'yes'"),
         ({"choice": ["yes", 1]}, "choice", "must be a list of texts, got ['yes', 1]"),
@@ -115,6 +117,11 @@ def test_constraints_that_are_none(constraint: dict[str, Any], field: str, words
     with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
         StructuredOutputsParams(**constraint)
     assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_mapping_is_no_constraint() -> None:
+    with pytest.raises(InvalidRequest, match="structured_outputs: must be a StructuredOutputsParams, got "):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
