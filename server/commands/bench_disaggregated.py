@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from server.commands.bench_disaggregated_connectors import Setup, chosen_connect
 from server.commands.bench_disaggregated_cores import Cores, divide_cores
 from server.commands.bench_disaggregated_frontier import Results, check_budgets, measure_frontier, no_results
 from server.commands.bench_disaggregated_load import Load
-from server.commands.bench_disaggregated_node import Starter
+from server.commands.bench_disaggregated_node import BlockShape, Starter
 from server.commands.bench_disaggregated_process import on_cores
 from server.commands.bench_disaggregated_report import (
     TRANSFER_HEADING,
@@ -41,8 +42,12 @@ from server.errors import ConfigError
 from server.kv_transfer_config import KV_TRANSFER_CONFIG
 
 _LIBRARIES = ("torch", "transformers", "grpcio", "xxhash", "lmcache", "nixl")
-_OURS = ("max_num_batched_tokens", KV_TRANSFER_CONFIG)
-"""Settings that are what is measured."""
+_OURS: Mapping[str, str] = {
+    "max_num_batched_tokens": "--budgets",
+    KV_TRANSFER_CONFIG: "--connectors and --hop-connector",
+    "kv_cache_memory_bytes": "--prompt-len and --burst-size, which it follows from",
+}
+"""Settings that are what is measured, or follow from it, and what to give in their place."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +109,7 @@ def _resolved(settings: Mapping[str, object], load: Load) -> ResolvedConfig:
     """What the servers have in common. Raises: ConfigError for what is measured."""
     resolved = resolve_compiled({**settings})
     if taken := [name for name in _OURS if resolved.sources[name] != "default"]:
-        raise ConfigError(f"{taken[0]}: is what is measured; see --budgets, --connectors and --hop-connector")
+        raise ConfigError(f"{taken[0]}: is what is measured; give {_OURS[taken[0]]}")
     if resolved.sources["max_num_seqs"] != "default":
         return resolved
     # More than the smallest budget would be refused.
@@ -132,7 +137,7 @@ class _Bench:
         results = no_results(load)
         try:
             with self._set_up(load.hop_connector) as setup:
-                asyncio.run(measure_frontier(self._starter, load, self._cores, setup, self._say, results))
+                asyncio.run(measure_frontier(self._starter, load, self._cores, setup, self._blocks, self._say, results))
         finally:
             self._tell_frontier(results)
 
@@ -151,7 +156,9 @@ class _Bench:
             timed: list[Timed] = []
             try:
                 with self._set_up(name) as setup:
-                    asyncio.run(measure_ttft(self._starter, self._load, self._cores, setup, self._say, timed))
+                    asyncio.run(
+                        measure_ttft(self._starter, self._load, self._cores, setup, self._blocks, self._say, timed)
+                    )
             finally:
                 if timed:
                     cells.append(ttft_report(name, timed))
@@ -172,6 +179,11 @@ class _Bench:
                     if found:
                         cells.append(transfer_report(name, block_kib, found))
                         print("\n".join(transfer_lines(cells[-1])), flush=True)
+
+    @cached_property
+    def _blocks(self) -> BlockShape:
+        self._say("how large blocks are")
+        return asyncio.run(self._starter.block_shape(self._cores.both))
 
     def _set_up(self, name: str) -> AbstractContextManager[Setup]:
         return set_up(name, self._folder, self._storage, self._cores.both)

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 from clients.aio import AsyncClient
 from clients.bench import Generating
@@ -13,7 +14,7 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import LONG, STREAM, Load, arrivals
-from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, Starter
+from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, BlockShape, Starter
 from server.errors import ConfigError, OutriderError
 
 SHARED = "1 prefill + 1 decode"
@@ -73,11 +74,19 @@ def no_results(load: Load) -> Results:
 
 
 async def measure_frontier(
-    starter: Starter, load: Load, cores: Cores, setup: Setup, say: Callable[[str], None], found: Results
+    starter: Starter,
+    load: Load,
+    cores: Cores,
+    setup: Setup,
+    blocks: BlockShape,
+    say: Callable[[str], None],
+    found: Results,
 ) -> None:
     """Every set-up once in each turn, another one first each time, so that what drifts hits all alike.
 
     Each starts anew for its turn, and nobody else is running meanwhile. What it is sent depends on turn and rate alone.
+    Its cache has room for as many long prompts as the warm-up has, so that all of it has been used before: the first
+    use of memory costs as much as to move the block there, or more, and would be taken for the connector's.
 
     Args:
         setup: the connector between the two nodes. say: called with what is measured next.
@@ -85,11 +94,12 @@ async def measure_frontier(
     Raises: ConfigError; OutriderError if a server does not start, or a request of the warm-up fails.
     """
     candidates = _candidates(load)
+    room = blocks.room_for(_num_warm(load), load.prompt_len)
     for turn in range(load.turns["frontier"]):
         first = turn % len(candidates)
         for candidate in (*candidates[first:], *candidates[:first]):
             say(f"turn {turn + 1} of {load.turns['frontier']}, {candidate.name}")
-            async with _running(starter, load, cores, setup, candidate) as nodes:
+            async with _running(starter, load, cores, setup, candidate, room) as nodes:
                 await _warm_up(nodes, load, candidate)
                 for place, rate in enumerate(load.rates):
                     seed = load.seed + _NUM_SEEDS * (1 + turn * len(load.rates) + place)
@@ -127,19 +137,22 @@ def _loadable(nodes: _Nodes, load: Load, result: MixedResult) -> int:
 
 @asynccontextmanager
 async def _running(
-    starter: Starter, load: Load, cores: Cores, setup: Setup, candidate: _Candidate
+    starter: Starter, load: Load, cores: Cores, setup: Setup, candidate: _Candidate, room: int
 ) -> AsyncIterator[_Nodes]:
-    """The servers of a set-up, and their client."""
+    """The servers of a set-up, with so many bytes of KV cache each, and their client."""
+    memory = {"kv_cache_memory_bytes": room}
     async with AsyncExitStack() as stack:
         if candidate.budget is not None:
             node = await stack.enter_async_context(
-                starter.running(candidate.name, cores.both, max_num_batched_tokens=candidate.budget)
+                starter.running(candidate.name, cores.both, max_num_batched_tokens=candidate.budget, **memory)
             )
             load.check_lengths(node.info.max_model_len)
             yield _Nodes(await stack.enter_async_context(AsyncClient(node.target, retry=NO_RETRY)), node.info)
             return
         prefill, decode = [
-            await stack.enter_async_context(starter.running(role, own, role=role, kv_transfer_config=setup.choice))
+            await stack.enter_async_context(
+                starter.running(role, own, role=role, kv_transfer_config=setup.choice, **memory)
+            )
             for role, own in (("prefill", cores.prefill), ("decode", cores.decode))
         ]
         load.check_lengths(decode.info.max_model_len)
@@ -158,12 +171,17 @@ async def _running(
         )
 
 
+def _num_warm(load: Load) -> int:
+    """Long prompts of the warm-up: two bursts of them, and one for the streams."""
+    return 2 * load.burst_size + 1
+
+
 async def _warm_up(nodes: _Nodes, load: Load, candidate: _Candidate) -> None:
-    """One request of each kind: connections are made, memory is touched."""
+    """Connections are made, memory is touched."""
     sent: list[Arrival] = []
-    for seed, kind, input_len, output_len in (
-        (load.seed, STREAM, load.stream_input_len, load.stream_output_len),
-        (load.seed + 1, LONG, load.prompt_len, load.output_len),
+    for seed, kind, input_len, output_len, num_prompts in (
+        (load.seed, STREAM, load.stream_input_len, load.stream_output_len, 1),
+        (load.seed + 1, LONG, load.prompt_len, load.output_len, _num_warm(load)),
     ):
         prompts = random_prompts(
             input_len=input_len,
@@ -172,7 +190,7 @@ async def _warm_up(nodes: _Nodes, load: Load, candidate: _Candidate) -> None:
             vocab_size=nodes.info.vocab_size,
             seed=seed,
         )
-        sent.append(Arrival(0.0, kind, next(prompts)))
+        sent += [Arrival(0.0, kind, prompt) for prompt in islice(prompts, num_prompts)]
     check(await run_arrivals(nodes.client, sent), f"{candidate.name}, warming up")
 
 

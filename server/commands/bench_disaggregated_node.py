@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from clients.aio import AsyncClient
@@ -16,6 +17,7 @@ from server.commands.bench_settings import resolve_compiled
 from server.config_sources import ENV_PREFIX
 
 _POLL_S = 0.5
+_PROBE_NBYTES = 256 << 20
 NO_RETRY = RetryPolicy(max_attempts=1)
 HANG_TIMEOUT_S = 60.0
 """A node that is given up is one that was not measured: on cores that are shared all may come late."""
@@ -33,6 +35,18 @@ class ServerNode:
         self.settings = settings
 
 
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Blocks of the KV cache, of all groups together. Attributes: nbytes: of one. num_tokens: in one."""
+
+    nbytes: int
+    num_tokens: int
+
+    def room_for(self, count: int, num_tokens: int) -> int:
+        """Bytes that so many sequences of this length fill."""
+        return count * -(-num_tokens // self.num_tokens) * self.nbytes
+
+
 class Starter:
     """Starts servers with settings in common."""
 
@@ -48,6 +62,11 @@ class Starter:
     def resolve(self, **settings: object) -> dict[str, object]:
         """All settings of a server with these. Raises: ConfigError."""
         return resolve_compiled({**self._settings, **settings}).config.flat()
+
+    async def block_shape(self, cores: Sequence[int]) -> BlockShape:
+        """What blocks the servers have, by what one makes of so much memory. Raises: see `running`."""
+        async with self.running("probe", cores, kv_cache_memory_bytes=_PROBE_NBYTES) as node:
+            return BlockShape(_PROBE_NBYTES // node.info.num_kv_blocks, node.info.block_size)
 
     @asynccontextmanager
     async def running(self, name: str, cores: Sequence[int], **settings: object) -> AsyncIterator[ServerNode]:

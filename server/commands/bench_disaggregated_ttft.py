@@ -1,10 +1,11 @@
 """How soon a prompt's first token comes where its KV is found elsewhere, and where it is computed."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from clients.aio import AsyncClient
 from clients.async_stream import uncancelled
@@ -16,11 +17,10 @@ from protos.outrider.v1 import inference_pb2 as pb
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import Load
-from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, ServerNode, Starter
+from server.commands.bench_disaggregated_node import HANG_TIMEOUT_S, NO_RETRY, BlockShape, ServerNode, Starter
 from server.errors import OutriderError
 
 _clock = time.perf_counter
-_PROBE_NBYTES = 256 << 20
 _SPARE_BLOCKS = 8
 
 
@@ -39,20 +39,30 @@ class Timed:
 
 
 async def measure_ttft(
-    starter: Starter, load: Load, cores: Cores, setup: Setup, say: Callable[[str], None], found: list[Timed]
+    starter: Starter,
+    load: Load,
+    cores: Cores,
+    setup: Setup,
+    blocks: BlockShape,
+    say: Callable[[str], None],
+    found: list[Timed],
 ) -> None:
     """Prompts one after the other, alone; found and recomputed on the same cores, by turns.
 
     The node of the connector `memory` has no other one: its cache has room for two prompts only, and the one before
     these is found in memory. With all others the prompt is computed on a prefill node, and found on a decode node.
+    Their caches have no more room: behind the first turn all blocks have been used before. The first use of memory
+    costs as much as to move the block there, or more.
 
     Args: say: called with what is measured next. found: turns that count are added as they end.
     Raises: OutriderError if KV was not found.
     """
     say(f"TTFT, {setup.name}")
     measure = _measure_memory if setup.name == "memory" else _measure_hop
+    room = blocks.room_for(2, load.prompt_len) + blocks.nbytes * _SPARE_BLOCKS
+    settings = {"kv_transfer_config": setup.choice, "kv_cache_memory_bytes": room}
     place = 0
-    async with aclosing(measure(starter, load, cores, setup)) as turns:
+    async with aclosing(measure(starter, load, cores, settings)) as turns:
         async for timed in turns:
             if not timed.num_found:
                 raise OutriderError(f"{setup.name}: the KV of a prompt of {load.prompt_len} tokens was not found")
@@ -62,10 +72,12 @@ async def measure_ttft(
             say(f"TTFT, {setup.name}, {place} of {load.turns['ttft'] + 1} turns")
 
 
-async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup) -> AsyncGenerator[Timed]:
+async def _measure_hop(
+    starter: Starter, load: Load, cores: Cores, settings: Mapping[str, Any]
+) -> AsyncGenerator[Timed]:
     async with (
-        starter.running(f"{setup.name} prefill", cores.prefill, role="prefill", kv_transfer_config=setup.choice) as one,
-        starter.running(f"{setup.name} decode", cores.decode, role="decode", kv_transfer_config=setup.choice) as other,
+        starter.running("prefill", cores.prefill, role="prefill", **settings) as one,
+        starter.running("decode", cores.decode, role="decode", **settings) as other,
         AsyncClient(other.target, retry=NO_RETRY) as client,
         _node(one) as prefill,
         _node(other) as decode,
@@ -76,10 +88,11 @@ async def _measure_hop(starter: Starter, load: Load, cores: Cores, setup: Setup)
             yield Timed(recomputed_s, *await _hop(prefill, decode, prompt))
 
 
-async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Setup) -> AsyncGenerator[Timed]:
-    nbytes = await _room_for_two(starter, load, cores)
+async def _measure_memory(
+    starter: Starter, load: Load, cores: Cores, settings: Mapping[str, Any]
+) -> AsyncGenerator[Timed]:
     async with (
-        starter.running("memory", cores.decode, kv_transfer_config=setup.choice, kv_cache_memory_bytes=nbytes) as node,
+        starter.running("memory", cores.decode, **settings) as node,
         AsyncClient(node.target, retry=NO_RETRY) as client,
     ):
         prompts = _prompts(load, node)[: load.turns["ttft"] + 3]
@@ -88,14 +101,6 @@ async def _measure_memory(starter: Starter, load: Load, cores: Cores, setup: Set
         for gone, cold in zip(prompts, prompts[2:], strict=False):
             recomputed_s, _ = await _ask(client, cold)
             yield Timed(recomputed_s, *await _ask(client, gone))
-
-
-async def _room_for_two(starter: Starter, load: Load, cores: Cores) -> int:
-    """Bytes of a KV cache that two prompts fill, by what a server makes of another size."""
-    async with starter.running("probe", cores.decode, kv_cache_memory_bytes=_PROBE_NBYTES) as node:
-        load.check_lengths(node.info.max_model_len)
-        block_nbytes = _PROBE_NBYTES // node.info.num_kv_blocks
-        return block_nbytes * (2 * -(-load.prompt_len // node.info.block_size) + _SPARE_BLOCKS)
 
 
 def _prompts(load: Load, node: ServerNode) -> list[Prompt]:

@@ -16,7 +16,7 @@ from server.commands.bench_disaggregated_load import LONG, STREAM
 from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
 from tests.tiny_model import build_tiny_model
 
-SMALL = ("--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "8MiB", "--max-num-seqs", "16")
+SMALL = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "--compile", "none")
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of two nodes needs a core")
 
 
@@ -160,6 +160,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
         (("--cores", "100000"), "--cores: this process may not use 100000"),
         (("--budgets", "8"), "--budgets: 8 is less than --max-num-seqs, 16"),
         (("--max-num-batched-tokens", "64"), "max_num_batched_tokens: is what is measured"),
+        (("--kv-cache-memory-bytes", "1GiB"), "kv_cache_memory_bytes: is what is measured; give --prompt-len and"),
         (("--kv-transfer-config", '{"kv_connector": "tcp"}'), "kv_transfer_config: is what is measured"),
         (("--storage", "/nowhere"), "--storage: there is no folder /nowhere"),
     ],
