@@ -175,7 +175,7 @@ def _build_core(config: Config) -> Core:
         for compilation in compilations:
             compilation.cancel()
 
-    engine = NativeEngine(
+    engine: NativeEngine = NativeEngine(
         scheduler,
         runner,
         loaded.tokenizer,

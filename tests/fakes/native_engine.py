@@ -29,6 +29,9 @@ class Letters:
 
 LETTERS = Letters()
 
+LONG = 10_000
+"""Tokens that take seconds: such a request does not end before the test ends it."""
+
 
 class ControlledExecutor:
     """Passes steps on; the test may hold them at their settling, and break the next ones."""
@@ -80,6 +83,13 @@ class Received:
         by_index = {event.index: event for event in ends}
         assert len(by_index) == len(ends), "a choice has ended twice"
         return by_index
+
+
+async def first_event(stream: RequestStream) -> StreamEvent:
+    """Wait for it."""
+    async for event in stream:
+        return event
+    raise AssertionError("no event")
 
 
 async def receive(stream: RequestStream) -> Received:

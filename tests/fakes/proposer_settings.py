@@ -1,6 +1,6 @@
 """Settings with which each proposer drafts often for a tiny model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ def build_models(folder: Path) -> dict[str, str]:
     return {name: str(build(folder / name)) for name, build in MODELS.items()}
 
 
-def with_models(config: Mapping[str, Any] | list[Mapping[str, Any]], models: Mapping[str, str]) -> list[dict[str, Any]]:
+def with_models(
+    config: Mapping[str, Any] | Sequence[Mapping[str, Any]], models: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Settings with their models' folders in place of the names."""
-    members = config if isinstance(config, list) else [config]
+    members = [config] if isinstance(config, Mapping) else config
     return [{**each, "model": models[each["model"]]} if "model" in each else dict(each) for each in members]

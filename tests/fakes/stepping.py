@@ -46,7 +46,7 @@ class Stepping:
         method: Method = Method.STANDARD,
         load_format: Any = "auto",
         is_compiled: bool = False,
-        build: Callable[[TargetView], Sequence[Proposer]] | None = None,
+        build: Callable[[TargetView], Sequence[Proposer | HostProposer]] | None = None,
         num_blocks: int | None = None,
         enable_prefix_caching: bool = False,
         **scheduling: Any,

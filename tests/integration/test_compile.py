@@ -24,7 +24,7 @@ from server.model.cache import cache_root
 from server.model.compiled_model import CompileOrder
 from server.model.package import NUM_TOKENS
 from server.model.resolve import pull
-from tests.conftest import DEVICE
+from tests.fakes.device import DEVICE
 from tests.fakes.layer_files import LayerFilesWorker
 from tests.fakes.prompts import load_prompts
 from tests.tiny_heads import build_tiny_eagle3

@@ -6,29 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from server.engine.protocol import Delta, Finished, FinishReason, RequestStream, Started
+from server.engine.protocol import Delta, Finished, FinishReason, Started
 from server.errors import DeadlineExceeded, DuplicateRequest, EngineDead, Overloaded
 from server.events import StepFinished
 from server.plan import StepPlan
 from tests.fakes.core import make_request
 from tests.fakes.eventually import eventually
 from tests.fakes.executor import reference
-from tests.fakes.native_engine import Harness, Letters, make_harness, receive, running_engine
-
-LONG = 10_000
-"""Tokens that take seconds: such a request does not end before the test ends it."""
+from tests.fakes.native_engine import LONG, Harness, Letters, first_event, make_harness, receive, running_engine
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
 def letters(token_ids: list[int]) -> str:
     return Letters().decode(token_ids, skip_special_tokens=True)
-
-
-async def first_event(stream: RequestStream) -> object:
-    async for event in stream:
-        return event
-    raise AssertionError("no event")
 
 
 @DEPTHS
@@ -462,46 +453,3 @@ async def test_timing_adds_up() -> None:
         harness.clock.now_s = 10.0
         end = (await harness.generate(make_request("a", range(3), max_tokens=4, arrival_s=7.0))).finished[0].timing
         assert (end.queue_s, end.prefill_s, end.decode_s, end.ttft_s, end.total_s) == (3.0, 0.0, 0.0, 3.0, 3.0)
-
-
-# -- quiet moments ---------------------------------------------------------------------------
-
-
-@DEPTHS
-async def test_an_action_waits_for_a_quiet_moment(depth: int) -> None:
-    num_live: list[bool] = []
-    async with running_engine(depth=depth) as harness:
-        busy = harness.submit(make_request("busy", range(3), max_tokens=LONG))
-        await first_event(busy)
-        harness.engine.run_when_quiet(lambda: num_live.append(harness.engine._scheduler.has_started), patience_s=1e9)
-        other = await harness.generate(make_request("other", range(3), max_tokens=5))
-        assert len(other.token_ids()) == 5  # nobody is held back while there is patience
-        assert num_live == []
-        harness.engine.abort("busy")
-        await eventually(lambda: num_live == [False])
-
-
-@DEPTHS
-async def test_without_patience_new_requests_wait_for_the_running_ones(depth: int) -> None:
-    order: list[str] = []
-    async with running_engine(depth=depth) as harness:
-        busy = harness.submit(make_request("busy", range(3), max_tokens=LONG))
-        await first_event(busy)
-        harness.engine.run_when_quiet(lambda: order.append("action"), patience_s=0.0)
-        late = asyncio.create_task(harness.generate(make_request("late", range(3), max_tokens=5)))
-        late.add_done_callback(lambda _: order.append("late"))
-        await eventually(lambda: harness.engine.statistics().num_waiting == 1)
-        assert order == []
-        harness.engine.abort("busy")
-        assert len((await late).token_ids()) == 5
-        assert order == ["action", "late"]
-
-
-async def test_an_action_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> None:
-        raise RuntimeError("not today")
-
-    async with running_engine() as harness:
-        harness.engine.run_when_quiet(fail, patience_s=0.0)
-        await eventually(lambda: "not today" in caplog.text)
-        assert len((await harness.generate(make_request("r", range(3), max_tokens=5))).token_ids()) == 5
