@@ -1,6 +1,7 @@
 """Settings of heads, and where a head comes from if none is named."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from proposers.medusa import MedusaProposer
 from proposers.shipped import shipped_head
 from server.config import Config
 from server.errors import ConfigError, ModelError
+from tests.bench.random_head import write_random_head
 from tests.fakes.tiny_target import target_outline, target_view
 from tests.tiny_heads import HIDDEN, build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
 from tests.tiny_model import build_tiny_model
@@ -129,3 +131,14 @@ def test_vllm_s_switch_for_lost_blocks_changes_nothing(tmp_path: Path, target: T
     """There are none to lose: the switch is taken so that a configuration of vLLM's goes on working."""
     settings = parse(method, model=str(BUILDERS[method](tmp_path)), disable_eagle_block_drop=True)
     assert settings.build(target).num_speculative_tokens == settings.num_speculative_tokens
+
+
+def test_a_random_head_fits_its_target(tmp_path: Path, target: TargetView) -> None:
+    """What benchmarks take to see what a head that is always wrong costs."""
+    assert target.network is not None
+    write_random_head(target.network.folder, tmp_path, draft_vocab_size=64)
+    settings = parse("eagle3", model=str(tmp_path))
+    network = target.network
+    deep = replace(network, config=deepcopy(network.config))
+    deep.config.num_hidden_layers = 4
+    settings.check(target_outline(replace(target, network=deep)))
