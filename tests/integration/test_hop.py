@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from clients.outputs import Choice, GenerationOutput
 from tests.fakes.engine_under_test import ngram
 from tests.fakes.eventually import eventually, eventually_stats
 from tests.fakes.front import Front
+from tests.fakes.hop_connectors import CONNECTORS, kv_transfer
 from tests.fakes.served_model import served_model
 from tests.tiny_model import build_tiny_model
 
@@ -54,7 +54,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 }
 INCOMPLETE = {**SAMPLED, "n": 4, "logprobs": 1, "ignore_eos": True}
 """With `allowed_token_ids` of single bytes above 127: characters that are incomplete at the hop."""
-needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 
 
 @dataclass
@@ -161,15 +160,13 @@ async def test_with_speculation_where_tokens_are_generated(folder: Path) -> None
         assert sum((await nodes.decode.client.stats()).draft_tokens_per_position) > 0
 
 
-def connector(name: str, folder: Path) -> Mapping[str, Any]:
-    """A connector's settings."""
-    extra = {"shared_storage_path": str(folder / "blocks")} if name == "filesystem" else {}
-    return {"kv_connector": name, "kv_connector_extra_config": extra}
+@pytest.fixture(params=CONNECTORS)
+def kv_config(request: pytest.FixtureRequest, tmp_path: Path) -> Mapping[str, Any]:
+    return kv_transfer(request, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["filesystem", "tcp", pytest.param("nixl", marks=needs_nixl)])
-async def test_blocks_of_the_prompt_come_from_the_other_node(folder: Path, tmp_path: Path, name: str) -> None:
-    async with running_nodes(folder, kv_transfer=connector(name, tmp_path)) as nodes:
+async def test_blocks_of_the_prompt_come_from_the_other_node(folder: Path, kv_config: Mapping[str, Any]) -> None:
+    async with running_nodes(folder, kv_transfer=kv_config) as nodes:
         await ask_all(nodes)
         before = (await nodes.decode.client.stats()).prefix_hit_tokens
         output = await nodes.client.generate(token_ids=[99, *PROMPT, *PROMPT], max_tokens=3)
@@ -209,9 +206,9 @@ async def test_leaving_at_any_moment_leaves_nothing(folder: Path) -> None:
         await eventually(lambda: all(node.load == 0 for node in nodes.client._decode.nodes))
 
 
-async def test_leases_that_nobody_wants_end_at_once(folder: Path, tmp_path: Path) -> None:
+async def test_leases_that_nobody_wants_end_at_once(folder: Path) -> None:
     """They would last for thirty seconds otherwise."""
-    async with running_nodes(folder, kv_transfer=connector("tcp", tmp_path)) as nodes:
+    async with running_nodes(folder, kv_transfer={"kv_connector": "tcp"}) as nodes:
         text = await nodes.alone.client.generate(token_ids=PROMPT, max_tokens=1, temperature=0).text()
         await nodes.prefill.client.generate(token_ids=PROMPT, max_tokens=9, temperature=0, stop=[text])
         await nodes.settle()
@@ -223,8 +220,8 @@ async def test_leases_that_nobody_wants_end_at_once(folder: Path, tmp_path: Path
         await nodes.settle()
 
 
-async def test_a_choice_that_a_stop_string_ends_does_not_take_the_handle_along(folder: Path, tmp_path: Path) -> None:
-    async with running_nodes(folder, kv_transfer=connector("tcp", tmp_path)) as nodes:
+async def test_a_choice_that_a_stop_string_ends_does_not_take_the_handle_along(folder: Path) -> None:
+    async with running_nodes(folder, kv_transfer={"kv_connector": "tcp"}) as nodes:
         for seed in range(20):
             sampling: dict[str, Any] = {"seed": seed, "temperature": 1.5, "n": 2}
             output = await nodes.alone.client.generate(token_ids=PROMPT, max_tokens=1, **sampling)

@@ -305,6 +305,24 @@ def test_a_lease_that_nobody_reads_ends(nodes: ExitStack) -> None:
     holder.wait_for_release(holder.hand_on(1), 2.0)
 
 
+def test_an_expired_lease_behind_a_renewed_one(nodes: ExitStack) -> None:
+    holder, reader = node(nodes, engine_id="holder", lease_seconds=0.6), node(nodes, peer_timeout_seconds=0.3)
+    holder.fill()
+    renewed, expired = holder.hand_on(1, 2), holder.hand_on(3, 4)
+    request = reader.request(2, source=renewed)
+    while expired.lease_id not in holder.ended.released:  # as long as the reader has no blocks for it
+        assert reader.matched(request) == 2
+        reader.step()
+        holder.notified.acquire(timeout=0.02)
+        holder.step()
+    assert renewed.lease_id not in holder.ended.released
+    assert reader.wait_for_load(reader.begin(expired, 4, 5)) == {4, 5}
+    assert reader.matched(request) == 2
+    assert reader.wait_for_load(reader.order(request, (6, 7))) == frozenset()
+    assert torch.equal(reader.blocks[[6, 7]], holder.blocks[[1, 2]])
+    holder.wait_for_release(renewed)
+
+
 def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, allowed_peers=["10.0.0.0/8"])
     assert reader.matched(reader.request(1, source=holder.hand_on(1))) == 0
