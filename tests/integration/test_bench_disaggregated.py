@@ -127,7 +127,7 @@ def test_a_frontier_that_is_interrupted_has_a_verdict_if_it_has_both_sides(
             for measurements in by_kind.values():
                 measurements.ttft.add(0.1)
                 measurements.record_gap(0.01, 1, is_first=True)
-            found[0.1][name].append(Turn(MixedResult(by_kind, 1.0, 0.1), None))
+            found[0.2][name].append(Turn(MixedResult(by_kind, 1.0, 0.1), None))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bench_disaggregated, "measure_frontier", interrupted)
