@@ -11,13 +11,14 @@ _CEILINGS = np.where(_BITS, np.float32(np.inf), np.float32(-np.inf))
 """[256, 8] float32: what a byte of bits lets the logits of eight tokens be at most."""
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+def mask_tokens(logits: Tensor, rows: Tensor, bits: Tensor, counts: Tensor | None = None) -> None:
     """See token_mask.mask_tokens."""
-    check(logits, rows, bits)
-    num_positions, vocab_size = bits.shape[1], logits.shape[2]
-    for row, row_bits in zip(rows.tolist(), bits, strict=True):
-        target = logits[row, :num_positions]
-        torch.minimum(target, _ceilings(row_bits)[:, :vocab_size], out=target)
+    check(logits, rows, bits, counts)
+    vocab_size = logits.shape[2]
+    numbers = [bits.shape[1]] * len(rows) if counts is None else counts.tolist()
+    for row, row_bits, number in zip(rows.tolist(), bits, numbers, strict=True):
+        target = logits[row, :number]
+        torch.minimum(target, _ceilings(row_bits[:number])[:, :vocab_size], out=target)
 
 
 def _ceilings(bits: Tensor) -> Tensor:

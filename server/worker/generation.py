@@ -111,7 +111,7 @@ class Generation:
             logprobs=None if raw is None else self._logprobs(raw, token_ids, sampling),
             failures=failures,
             draft_span=span,
-            next_drafts=self._next_drafts(slots) if sampling.masks is not None and sampling.num_proposed else None,
+            next_drafts=self.next_drafts(slots) if sampling.masks is not None and sampling.num_proposed else None,
         )
 
     def _drafts(self, sampling: SamplingRows, num_tokens: Tensor) -> Drafts | None:
@@ -124,8 +124,8 @@ class Generation:
         logits = None if batch.draft_logits is None else batch.draft_logits[slots, : len(ahead)]
         return Drafts(ids, torch.minimum(batch.num_drafts[slots], sampling.max_drafts), logits)
 
-    def _next_drafts(self, slots: Tensor) -> Tensor:
-        """The drafts behind the known tokens: masks of a grammar depend on them, and are made on the host."""
+    def next_drafts(self, slots: Tensor) -> Tensor:
+        """See Generated: masks of a grammar depend on the drafts behind the known tokens, and are made on the host."""
         batch = self._batch
         places = batch.num_tokens[slots][:, None] + self._offsets[:-1]
         return torch.cat((batch.draft_rank[slots, None], batch.token_ids[slots[:, None], places].long()), dim=1)

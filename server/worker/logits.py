@@ -16,6 +16,7 @@ from server.request import Request
 from server.worker.batch import BatchState
 from server.worker.slot_info import has_rules, masks_early_stops
 from server.worker.step_inputs import SamplingRows
+from server.worker.token_masks import StandingMasks
 from server.worker.transfer import Transfer
 
 
@@ -64,8 +65,15 @@ class LogitsProcessor:
         self._transfer = transfer
         self._rules: dict[int, _SlotRules] = {}
         self._counts: Tensor | None = None
+        self._standing_masks: StandingMasks | None = None
         if jit.is_available(transfer.device):
             self._counts = batch.num_tokens.new_zeros(batch.spare_slot + 1, vocab_size, dtype=torch.int32)
+
+    def keep_masks(self, num_rows: int, num_positions: int) -> StandingMasks:
+        """Where captured steps of at most so many rows, with so many positions each, find their masks."""
+        device = self._transfer.device
+        self._standing_masks = StandingMasks(num_rows, num_positions, self._vocab_size, device)
+        return self._standing_masks
 
     def start(self, slot: int, request: Request) -> None:
         """Take in the rules of a sequence that enters the batch."""
@@ -83,7 +91,9 @@ class LogitsProcessor:
 
         Returns: for each row whose processing raised, its index and why; its logits are unusable.
         """
-        if sampling.masks is not None:
+        if sampling.is_captured and self._standing_masks is not None:
+            self._standing_masks.apply(logits)
+        elif sampling.masks is not None:
             sampling.masks.apply(logits)
         failed: dict[int, str] = {}
         for i, row in enumerate(sampling.rows):

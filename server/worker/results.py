@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,11 @@ class StepOutputs:
     draft_span: DraftSpan
     prompt_logprobs: Mapping[int, LogprobTensors]
     num_draft_columns: int = 0
+
+    def with_next_drafts(self, next_drafts: Tensor) -> "StepOutputs":
+        """The same with drafts that the host is to know behind. Args: next_drafts: see Generated."""
+        packed = torch.cat((self.packed, next_drafts.view(-1)))
+        return replace(self, packed=packed, num_draft_columns=next_drafts.shape[1])
 
     @classmethod
     def of(

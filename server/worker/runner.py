@@ -32,6 +32,7 @@ from server.worker.results import StepHandle, StepOutputs
 from server.worker.slot_info import SlotInfo
 from server.worker.step_inputs import StepInputs
 from server.worker.target import Target, TargetOutputs
+from server.worker.token_masks import StandingMasks
 from server.worker.transfer import Transfer
 from server.worker.transfers import Transfers
 
@@ -107,6 +108,7 @@ class Runner:
         self.batch = BatchState(num_slots, max_tokens, kv.shape[3], max_drafts, kv.device, vocabulary)
         self._buckets = Buckets(spare_slot=num_slots, max_query=1 + max_drafts, max_context=max_tokens)
         self._graphs: StepGraphs | None = None
+        self._standing_masks: StandingMasks | None = None
         # A graph that drafts will do for steps that should not, unless that costs the work of a network.
         is_network = bool(arranged.readers) or getattr(on_device, "needs_hidden", False)
         self._captured_drafts = [0] if on_device is None else [0, max_drafts] if is_network else [max_drafts]
@@ -193,6 +195,8 @@ class Runner:
         """
         graphs = StepGraphs(self.kv.device)
         buckets = self._buckets.with_sizes(sizes, is_second_captured=self._is_second_captured)
+        if self._is_second_captured:
+            self._standing_masks = self._logits_processor.keep_masks(sizes[-1], buckets.max_query)
         for bucket in buckets:
             flight = self._flights.begin()
             inputs = lay_out_decoding((), self.slots, buckets, flight, bucket)
@@ -207,13 +211,21 @@ class Runner:
         return StepOutputs.of(None, self._generation.generate(inputs, target), {})
 
     def _replay(self, inputs: StepInputs, bucket: Bucket) -> StepOutputs:
-        """The same as `step` from captured segments, the second only where it does all that the rows ask for."""
+        """The same as `step` from captured segments, the second only where it does all that the rows ask for.
+
+        Masks, which come late, are put between the two.
+        """
         assert self._graphs is not None
         assert inputs.sampling is not None
-        target = self._graphs.replay_first(bucket)
-        if inputs.sampling.is_captured:
-            return self._graphs.replay_second(bucket, drafts=inputs.is_followed)
-        return self._second(inputs, target)
+        sampling, target = inputs.sampling, self._graphs.replay_first(bucket)
+        if not sampling.is_captured:
+            return self._second(inputs, target)
+        assert self._standing_masks is not None
+        self._standing_masks.put(sampling.masks)
+        outputs = self._graphs.replay_second(bucket, drafts=inputs.is_followed)
+        if sampling.masks is None or not self.num_device_drafts:
+            return outputs
+        return outputs.with_next_drafts(self._generation.next_drafts(sampling.slots))
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """The device's part of a step, a function of `inputs` and the batch state alone; uploads nothing."""

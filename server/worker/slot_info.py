@@ -14,7 +14,7 @@ class SlotInfo:
         is_drafting: whether drafts are proposed for it.
         is_noisy, is_seeded: whether it is sampled rather than greedy, and whether by a seed.
         is_penalised, is_reporting: whether it has penalties, wants log probabilities.
-        is_plain: whether it has no rules, follows no grammar and reports nothing: what a captured segment can do.
+        is_plain: whether it has no rules besides a grammar and reports nothing: what a captured segment can do.
     """
 
     params: SamplingParams
@@ -39,7 +39,7 @@ class SlotInfo:
             is_seeded=not params.is_greedy and params.seed is not None,
             is_penalised=params.has_penalties,
             is_reporting=is_reporting,
-            is_plain=not (is_reporting or has_rules(start.request) or start.request.grammar is not None),
+            is_plain=not (is_reporting or has_rules(start.request)),
         )
 
 

@@ -57,7 +57,10 @@ def launch_all() -> None:
         paged_attention(inputs.query, inputs.layer, out, **inputs.rows(), **bounds, **options)
     key = torch.zeros(2, 2, 64)
     rows = torch.zeros(2, dtype=torch.int64)
-    write_kv(inputs.layer, key, key, rows, rows)
+    narrow = inputs.layer.to(torch.float8_e4m3fn)
+    paged_attention(inputs.query, narrow, out, **inputs.rows(), **bounds)
+    for layer in (inputs.layer, narrow):
+        write_kv(layer, key, key, rows, rows)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, torch.ones(3, dtype=torch.int32), 5)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
@@ -69,7 +72,8 @@ def launch_all() -> None:
     for method, drafter in ((Method.STANDARD, "full"), (Method.BLOCK, "reduced")):
         verify_drafts(**draft_inputs(2, 3, 5000, drafter, "cpu", torch.bfloat16), method=method)
     truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)
-    mask_tokens(torch.zeros(2, 3, 5000), rows, torch.zeros(2, 3, 157, dtype=torch.int32))
+    for counts in (None, rows.int()):
+        mask_tokens(torch.zeros(2, 3, 5000), rows, torch.zeros(2, 3, 157, dtype=torch.int32), counts)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from server.guidance.params import StructuredOutputsParams
 from server.request import SamplingParams
+from server.worker.token_masks import StandingMasks
 from tests.fakes.engine_under_test import Outcome, engine_on
 from tests.fakes.proposer_settings import build_models, config_of, with_models
 from tests.fakes.twin_kernels import ReplayedGraphs, as_on_cuda
@@ -93,7 +95,7 @@ def test_tokens_are_those_of_eager_steps(
 
 
 def test_captured_steps_and_others_by_turns(folder: Path, models: dict[str, str], graphs: type[ReplayedGraphs]) -> None:
-    """Rows with rules of their own, grammars and reports have their second segment run eagerly."""
+    """Rows with rules of their own and those that report have their second segment run eagerly."""
     extra: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.9, "seed": 4, "logit_bias": {7: 3.0}, "min_tokens": 4, "ignore_eos": False},
@@ -112,3 +114,35 @@ def test_captured_steps_and_others_by_turns(folder: Path, models: dict[str, str]
         for arrivals in (None, random.Random(1)):
             assert tokens(engine.generate(*requests(extra), arrivals=arrivals)) == plain
     assert graphs.num_replays[True] > 5
+
+
+GUIDED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0, "structured_outputs": StructuredOutputsParams(regex="[a-m ]{4,40}"), "ignore_eos": False},
+    {
+        "temperature": 0.7,
+        "seed": 5,
+        "structured_outputs": StructuredOutputsParams(regex="(the|dog)( (quick|brown) fox){1,4}[.!]"),
+        "ignore_eos": False,
+    },
+)
+
+
+@pytest.mark.parametrize("config", ["none", "ngram", "suffix", "ngram, eagle3"])
+def test_masks_reach_captured_steps(
+    folder: Path, models: dict[str, str], graphs: type[ReplayedGraphs], config: str
+) -> None:
+    """Of some rows, of none in the next step, and of other rows in the one after."""
+    with engine_on(folder, "cpu", enforce_eager=True) as engine:
+        plain = tokens(engine.generate(*requests(GUIDED)))
+    members = with_models(CONFIGS[config], models)
+    settings: dict[str, Any] = {"speculative_config": members or None, "max_num_seqs": 5, "enforce_eager": False}
+    with (
+        patch.object(StandingMasks, "put", autospec=True, side_effect=StandingMasks.put) as put,
+        engine_on(folder, "cpu", **settings) as engine,
+    ):
+        for arrivals in (None, random.Random(1)):
+            assert tokens(engine.generate(*requests(GUIDED), arrivals=arrivals)) == plain
+    is_guided = [call.args[1] is not None for call in put.call_args_list]
+    assert sum(is_guided) > 20
+    assert not all(is_guided)
+    assert sum(graphs.num_replays.values()) == len(is_guided)

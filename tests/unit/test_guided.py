@@ -18,7 +18,7 @@ from server.worker.guided import GuidedRows
 from server.worker.host_drafts import RankedDraft
 from server.worker.slot_info import SlotInfo, has_rules, masks_early_stops
 from server.worker.stop_bits import StopBits
-from server.worker.token_masks import TokenMasks
+from server.worker.token_masks import StandingMasks, TokenMasks
 from tests.fakes.tokenizers import tiny_tokenizer
 from tests.fakes.worker_state import decode_row, flight_on
 
@@ -210,9 +210,36 @@ def test_a_stop_id_that_is_text_does_not_cut_a_text_short(compiler: GrammarCompi
     assert allowed_by(guided.stage([row_of(0)], {}, flight)) == [[{digits[1], EOS}]]
 
 
-def test_captured_steps_leave_guided_rows_out(compiler: GrammarCompiler) -> None:
-    assert SlotInfo.of(started(None)).is_plain
-    assert not SlotInfo.of(started(compiled(compiler, "a"))).is_plain
+def test_captured_steps_do_for_a_grammar_but_not_for_rules_besides(compiler: GrammarCompiler) -> None:
+    assert SlotInfo.of(started(compiled(compiler, "a"))).is_plain
+    assert not SlotInfo.of(started(compiled(compiler, "a"), logit_bias={5: 1.0})).is_plain
+
+
+def test_masks_stand_for_the_rows_of_one_step(kernel_device: str) -> None:
+    """Others, and all of a step without masks, are left alone; one with fewer positions than there is room for, too."""
+    standing = StandingMasks(4, 3, VOCAB, torch.device(kernel_device))
+    none, all_but_5 = np.zeros(VOCAB // 32, np.int32), np.full(VOCAB // 32, -1, np.int32)
+    all_but_5[0] = ~(1 << 5)
+
+    def allowed_after(masks: TokenMasks | None) -> list[list[int]]:
+        """How many tokens are left, by row and position."""
+        standing.put(masks)
+        logits = torch.zeros(3, 2, VOCAB, device=kernel_device)
+        standing.apply(logits)
+        return (logits == 0).sum(-1).tolist()  # type: ignore[no-any-return]
+
+    def masks_of(rows: list[int], *bits: npt.NDArray[np.int32]) -> TokenMasks:
+        words = torch.from_numpy(np.stack(bits)).view(len(rows), -1, VOCAB // 32)
+        return TokenMasks(torch.tensor(rows, device=kernel_device), words.to(kernel_device), {})
+
+    assert allowed_after(None) == [[VOCAB] * 2] * 3
+    assert allowed_after(masks_of([2, 0], none, all_but_5, all_but_5, none)) == [
+        [VOCAB - 1, 0],
+        [VOCAB, VOCAB],
+        [0, VOCAB - 1],
+    ]
+    assert allowed_after(masks_of([1], all_but_5)) == [[VOCAB] * 2, [VOCAB - 1, VOCAB], [VOCAB] * 2]
+    assert allowed_after(None) == [[VOCAB] * 2] * 3
 
 
 def test_a_minimum_is_kept_by_masks_alone(compiler: GrammarCompiler) -> None:
