@@ -17,7 +17,7 @@ class _Choice:
         """For whoever goes on: as it was handed on, else what was delivered before its node was lost."""
         if self.has_ended:
             return pb.ChoiceState(ended=True)
-        if self.handed_on is not None and len(self.token_ids) <= len(self.handed_on.handed_on.token_ids):
+        if self.handed_on is not None and len(self.token_ids) == self.handed_on.handed_on.delivered_tokens:
             return self.handed_on.handed_on
         return pb.ChoiceState(token_ids=self.token_ids, delivered_tokens=len(self.token_ids))
 

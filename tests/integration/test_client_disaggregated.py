@@ -54,7 +54,7 @@ async def sharing(request: Request) -> AsyncIterator[StreamEvent]:
             state = request.continuation.choices[index]
             if state is None:
                 continue
-            begun = len(state.token_ids)
+            begun = state.num_delivered_tokens
         last = 1 if request.hands_on else max_tokens
         for position in range(begun, last):
             yield protocol.Delta(index, f"<{prompt[position]}>", (prompt[position],))
@@ -65,6 +65,14 @@ async def sharing(request: Request) -> AsyncIterator[StreamEvent]:
             state = ChoiceState((prompt[0],), 40 + index, 1)
             source = SOURCE if index == 0 else None
             yield end(request, index, 1, FinishReason.HANDED_ON, handed_on=state, source=source)
+
+
+async def holding_back(request: Request) -> AsyncIterator[StreamEvent]:
+    """Hand on with a first token whose text is not certain yet."""
+    prompt = request.prompt_token_ids
+    yield protocol.Started(request.request_id, len(prompt), 0, prompt)
+    state = ChoiceState((prompt[0],), 40, 0)
+    yield end(request, 0, 1, FinishReason.HANDED_ON, handed_on=state, source=SOURCE)
 
 
 class FailsAfter:
@@ -311,6 +319,18 @@ async def test_a_decode_node_that_is_lost_later_is_gone_on_from(tokenizer: Token
     assert output.choices[0].finished.usage.completion_tokens == 6
     assert nodes.gone_on[1].continuation is not None
     assert nodes.gone_on[1].continuation.choices == (ChoiceState(tuple(PROMPT[:3]), None, 3),)
+
+
+@pytest.mark.parametrize("num_delivered", [0, 1, 2])
+async def test_a_token_that_was_held_back_comes_once(tokenizer: Tokenizer, num_delivered: int) -> None:
+    """However much a decode node has delivered when it is lost, the first token alone included."""
+    failing = FailsAfter(EngineDead("restart"), 1 + num_delivered, num_calls=1)
+    async with running_nodes(tokenizer, [holding_back], [failing]) as nodes:
+        output = await nodes.client.generate(token_ids=PROMPT, max_tokens=6)
+    assert (output.text, output.choices[0].token_ids) == (expected(6), tuple(PROMPT[:6]))
+    delivered = ChoiceState(tuple(PROMPT[:num_delivered]), None, num_delivered)
+    assert nodes.gone_on[1].continuation is not None
+    assert nodes.gone_on[1].continuation.choices == (delivered if num_delivered else ChoiceState((PROMPT[0],), 40, 0),)
 
 
 async def test_an_end_that_was_lost_with_its_node_is_no_answer(tokenizer: Tokenizer) -> None:
