@@ -81,6 +81,8 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
         if source.lease_id in self._spent:
             return 0
         reason = self._refusal(source, request)
+        if reason is None and (reason := misfit(source, self._context)) is not None:
+            self._give_back(source)
         if reason is not None:
             self._log.warning("handle", "request %s is computed here: %s", request.request_id, reason)
             return 0
@@ -88,15 +90,14 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
         num_blocks = min(source.num_tokens // block_size, len(request.hashes))
         num_tokens = num_blocks * block_size - num_computed_tokens
         if num_tokens <= 0:
-            self._spend(source)
-            self._releases[source.lease_id] = source
+            self._give_back(source)
             return 0
         self._asked[request.seq_id] = request
         self._holds[source.lease_id] = source
         return num_tokens
 
     def _refusal(self, source: KVHandle, request: KVRequest) -> str | None:
-        """Why a handle is of no use. The cheap checks bound what the others look at."""
+        """Why a handle is not to be followed. The cheap checks bound what the others look at."""
         if not _LEASE_ID.fullmatch(source.lease_id) or not _ENGINE_ID.fullmatch(source.engine_id):
             return "lease or engine id of its KV have another form"
         if not 0 < source.block_size <= MAX_BLOCK_SIZE or not 0 <= source.num_tokens <= request.num_tokens:
@@ -105,7 +106,12 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
             return f"{source.num_tokens} tokens in {len(source.block_ids)} blocks of {source.block_size}"
         if not all(0 <= block_id <= MAX_BLOCK_ID for block_id in source.block_ids):
             return "numbers of blocks out of range"
-        return misfit(source, self._context) or self._transport.refusal(source)
+        return self._transport.refusal(source)
+
+    def _give_back(self, source: KVHandle) -> None:
+        """Nothing will be read: who holds the blocks need not do so until the lease ends."""
+        self._spend(source)
+        self._releases[source.lease_id] = source
 
     def _spend(self, source: KVHandle) -> None:
         self._spent[source.lease_id] = None

@@ -119,11 +119,25 @@ def test_blocks_of_another_size_count_by_their_tokens(halves: Halves, size: int,
         pytest.param({"block_size": MAX_BLOCK_SIZE + 1, "num_tokens": 0, "block_ids": ()}, id="huge blocks"),
         pytest.param({"block_ids": (1, 2, -1)}, id="a negative block"),
         pytest.param({"block_ids": (1, 2, MAX_BLOCK_ID + 1)}, id="a block out of range"),
-        pytest.param({"fingerprint": "g"}, id="another model"),
     ],
 )
 def test_a_handle_that_can_not_be_is_of_no_use(halves: Halves, changes: dict[str, object]) -> None:
     assert halves.ask(replace(HANDLE, **changes)) == 0  # type: ignore[arg-type]
+    assert halves.scheduler.build_connector_meta() is None
+
+
+def test_kv_that_does_not_fit_is_given_back_once(halves: Halves) -> None:
+    """It would be held until its lease ends, and with each request of a rolling upgrade there is more of it."""
+    other = replace(HANDLE, fingerprint="g")
+    assert halves.ask(other) == 0
+    assert halves.metadata() == PeerMetadata(releases=(other,))
+    assert halves.ask(other, seq_id=2) == 0
+    assert halves.scheduler.build_connector_meta() is None
+
+
+def test_a_node_that_must_not_be_asked_is_not_told_either(halves: Halves) -> None:
+    halves.transport.refused = "allowed_peers does not have it"
+    assert halves.ask(replace(HANDLE, fingerprint="g")) == 0
     assert halves.scheduler.build_connector_meta() is None
 
 
