@@ -133,10 +133,9 @@ def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
     for i, message in enumerate(messages):
         if unknown := set(message) ^ {"role", "content"}:
             raise _invalid(f"chat.messages[{i}]", f"needs role and content and no more, see {sorted(unknown)}")
-        try:
-            chat.messages.add(role=message["role"], content=message["content"])
-        except (TypeError, ValueError) as error:
-            raise _invalid(f"chat.messages[{i}]", str(error)) from error
+        added = chat.messages.add()
+        for name in ("role", "content"):
+            _assign(added, name, message[name], f"chat.messages[{i}].{name}")
     return chat
 
 

@@ -180,4 +180,11 @@ def test_retries_are_bounded_and_heed_the_hint() -> None:
 def test_text_that_is_no_unicode_is_refused_by_name() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         generate_request(None, {"messages": [{"role": "user", "content": "\udcff"}]})
-    assert caught.value.violations[0].field == "chat.messages[0]"
+    assert caught.value.violations[0].field == "chat.messages[0].content"
+
+
+@pytest.mark.parametrize("content", [None, 3, [{"type": "text", "text": "Hello"}]])
+def test_a_messages_content_is_text(content: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        generate_request(None, {"messages": [{"role": "user", "content": content}]})
+    assert str(caught.value) == f"chat.messages[0].content: must be text, got {content!r}"
