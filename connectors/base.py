@@ -179,6 +179,11 @@ class ConnectorScheduler(ABC, Generic[Metadata]):
             `notify` was called.
         """
 
+    @property
+    def wants_loads(self) -> bool:
+        """Whether anything can be loaded at all; if not, it need not be asked."""
+        return True
+
     @abstractmethod
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         """Blocks were found for what can be loaded, perhaps for fewer; the next metadata is to order it."""

@@ -188,6 +188,11 @@ class ContentScheduler(ConnectorScheduler[ContentMetadata]):
             lookup.num_found = num_found
             self._context.notify()
 
+    @property
+    def wants_loads(self) -> bool:
+        """Whether KV may come in."""
+        return self._context.is_consumer
+
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         """Order it with the next metadata."""
         self._loads.append(load)

@@ -115,6 +115,11 @@ class MultiScheduler(ConnectorScheduler[MultiMetadata]):
             self._chosen[request.seq_id] = (chosen, request)
         return most
 
+    @property
+    def wants_loads(self) -> bool:
+        """Whether any member wants to be asked."""
+        return any(member.wants_loads for member in self._members)
+
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         """The member with most loads. The others hear that nothing is left to load, and let go of what they hold."""
         chosen, request = self._chosen.pop(load.seq_id)

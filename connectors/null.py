@@ -28,6 +28,11 @@ class NullConfig(ConnectorConfig):
 class NullScheduler(ConnectorScheduler[None]):
     """Matches nothing, so that nothing is ever loaded, and wants no saves."""
 
+    @property
+    def wants_loads(self) -> bool:
+        """Nothing is there."""
+        return False
+
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
         """None of them."""
         return 0

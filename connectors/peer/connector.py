@@ -119,6 +119,11 @@ class PeerScheduler(ConnectorScheduler[PeerMetadata]):
         if len(self._spent) > NUM_SPENT:
             self._spent.popitem(last=False)
 
+    @property
+    def wants_loads(self) -> bool:
+        """Whether KV may come in."""
+        return self._context.is_consumer
+
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         """Order it with the next metadata."""
         assert load.source is not None

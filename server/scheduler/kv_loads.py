@@ -93,7 +93,7 @@ class KVLoads:
         """
         wish = self._wishes.get(sequence.seq_id)
         if wish is None:
-            if sequence.needs_prompt_logprobs:
+            if sequence.needs_prompt_logprobs or not self._connector.wants_loads:
                 return Readiness.READY
             wish = self._begin(sequence)
         if wish.is_over or wish.load is not None:
@@ -176,7 +176,7 @@ class KVLoads:
             return
         self._renewal_s = now + RENEWAL_S
         for sequence in waiting:
-            if sequence.source is None or not sequence.source.lease_id:
+            if sequence.source is None or not sequence.source.lease_id or not self._connector.wants_loads:
                 continue
             wish = self._wishes.get(sequence.seq_id) or self._begin(sequence)
             if not wish.is_over and wish.load is None:

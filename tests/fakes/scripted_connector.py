@@ -25,6 +25,7 @@ class ScriptedScheduler(ConnectorScheduler[str]):
         self,
         *answers: int | None,
         wants_saves: bool = True,
+        wants_loads: bool = True,
         wants_announcements: bool = False,
         handle: KVHandle | None = None,
     ) -> None:
@@ -38,6 +39,7 @@ class ScriptedScheduler(ConnectorScheduler[str]):
         self.metadata: str | None = None
         self.num_finished = 0
         self._wants_saves = wants_saves
+        self._wants_loads = wants_loads
         self._wants_announcements = wants_announcements
         self._handle = handle
 
@@ -45,6 +47,10 @@ class ScriptedScheduler(ConnectorScheduler[str]):
         self.asked.append(num_computed_tokens)
         self.requests.append(request)
         return self.answers.pop(0) if self.answers else 0
+
+    @property
+    def wants_loads(self) -> bool:
+        return self._wants_loads
 
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         self.loads.append(load)

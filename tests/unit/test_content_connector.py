@@ -163,6 +163,7 @@ def test_what_can_not_be_there_is_told_with_both_values(
 
 def test_a_node_that_only_saves_asks_for_nothing() -> None:
     node = Node(is_consumer=False)
+    assert not node.scheduler.wants_loads
     assert node.ask(request(1)) == 0
     assert not node.store.asked
 

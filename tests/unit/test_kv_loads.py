@@ -24,9 +24,11 @@ HANDLE = KVHandle("fake", "e1", "", "lease-1", 8, (1, 2), BLOCK, "")
 class Loading:
     """A core whose connector answers as told, in blocks; loads end when the test says so."""
 
-    def __init__(self, *answers: int | None, **settings: Any) -> None:
+    def __init__(self, *answers: int | None, wants_loads: bool = True, **settings: Any) -> None:
         self.connector = ScriptedScheduler(
-            *(None if answer is None else answer * BLOCK for answer in answers), wants_saves=False
+            *(None if answer is None else answer * BLOCK for answer in answers),
+            wants_saves=False,
+            wants_loads=wants_loads,
         )
         self.core: Core = make_core(block_size=BLOCK, connector=self.connector, **settings)
         self.scheduler, self.pool = self.core.scheduler, self.core.pool
@@ -83,6 +85,16 @@ def test_others_start_while_a_load_goes_on() -> None:
     assert loading.core.outputs[-1].num_cached_tokens in (0, 8)
     assert loading.scheduler.counters.external_loaded_tokens == 8
     assert loading.scheduler.counters.external_queried_tokens == 16
+
+
+def test_where_nothing_is_loaded_nothing_is_asked_for() -> None:
+    """What is queried there, as on a prefill node, would look as if loads failed."""
+    loading = Loading(2, wants_loads=False)
+    loading.add("a", 9, max_tokens=2)
+    assert loading.started() == ["a"]
+    loading.run()
+    assert loading.connector.asked == []
+    assert loading.scheduler.counters.external_queried_tokens == 0
 
 
 def test_more_than_is_asked_for_is_not_loaded() -> None:

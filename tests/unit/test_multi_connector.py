@@ -83,6 +83,11 @@ class TestWhoLoads:
         assert multi.get_num_new_matched_tokens(REQUEST, 0) == 32
         assert len(members[0].asked) == 2, "what it had said is forgotten"
 
+    def test_there_is_something_to_ask_if_one_loads(self) -> None:
+        saver, loader = ScriptedScheduler(wants_loads=False), ScriptedScheduler()
+        assert MultiScheduler([saver, loader], BLOCK_SIZE).wants_loads
+        assert not MultiScheduler([saver, saver], BLOCK_SIZE).wants_loads
+
 
 class TestHandingOn:
     def test_by_the_first_that_can(self) -> None:

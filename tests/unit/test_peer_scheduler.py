@@ -169,7 +169,8 @@ def test_without_a_handle_there_is_nothing(halves: Halves) -> None:
 
 
 def test_a_producer_loads_nothing_and_a_consumer_hands_nothing_on() -> None:
-    assert Halves(is_consumer=False).ask(HANDLE) == 0
+    producer = Halves(is_consumer=False)
+    assert (producer.scheduler.wants_loads, producer.ask(HANDLE)) == (False, 0)
     request = KVRequest(1, "r", 13, HASHES[:3])
     assert Halves(is_producer=False).scheduler.request_finished(request, (1, 2, 3)) is None
     assert Halves().scheduler.request_finished(replace(request, hashes=()), ()) is None
