@@ -12,6 +12,7 @@ import grpc
 from clients.async_stream import Call, uncancelled
 from clients.channel import channel_options
 from clients.errors import OutriderClientError
+from clients.trace_context import untraced
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
 
@@ -63,7 +64,8 @@ class Node:
         """Ask for its load; one that does not answer is down."""
         num_live = self._num_live
         try:
-            stats = await uncancelled(self._stub.GetStats(pb.GetStatsRequest(), timeout=ANSWER_TIMEOUT_S))
+            question = self._stub.GetStats(pb.GetStatsRequest(), timeout=ANSWER_TIMEOUT_S, metadata=untraced())
+            stats = await uncancelled(question)
         except OutriderClientError:
             self.is_up = False
             return

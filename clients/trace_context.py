@@ -14,4 +14,13 @@ def with_trace_context(metadata: Iterable[tuple[str, str]]) -> tuple[tuple[str, 
     given = tuple(metadata)
     if any(key.lower() == TRACEPARENT for key, _ in given):
         return given
-    return (*given, (TRACEPARENT, f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"))
+    return (*given, (TRACEPARENT, _traceparent(is_sampled=True)))
+
+
+def untraced() -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that is part of no generation: servers make no span of it, unless told to of every call."""
+    return ((TRACEPARENT, _traceparent(is_sampled=False)),)
+
+
+def _traceparent(*, is_sampled: bool) -> str:
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if is_sampled else '00'}"

@@ -1,6 +1,7 @@
 """One client over prefill and decode nodes that follow a script."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -429,6 +430,15 @@ async def test_one_trace_covers_all_nodes(tokenizer: Tokenizer) -> None:
         prefill, decode = ([call.metadata["traceparent"] for call in front.calls()] for front in nodes.fronts)
     assert prefill == decode
     assert prefill[1] == "00-aa-bb-00"
+
+
+async def test_what_the_client_asks_for_itself_leaves_no_span(tokenizer: Tokenizer) -> None:
+    """Each of them would be a trace of its own, once a second and node."""
+    async with running_nodes(tokenizer, [sharing], [sharing]) as nodes:
+        await nodes.client.generate(token_ids=PROMPT, max_tokens=3)
+        await eventually(lambda: all(front.calls("GetStats") for front in nodes.fronts))
+        asked = [call.metadata["traceparent"] for front in nodes.fronts for call in front.calls("GetStats")]
+    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-00", traceparent) for traceparent in asked)
 
 
 async def test_a_node_that_came_back_is_found(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
