@@ -13,7 +13,7 @@ from server.speculative_config import PolicyConfig
 
 CANDIDATES = (0, 1, 2, 3, 5, 8, 13, 21, 32)
 TRIES = 2
-"""Steps that each promising number of drafts is tried for at first, with about so many rows."""
+"""Steps that each promising number of drafts is tried for at first, with about so many rows; the shortest counts."""
 PROBE_INTERVAL = 12
 """Least steps between two looks at what more drafts would bring; after a surprise the next one comes at once."""
 PROBED_SHARE = 4
@@ -27,6 +27,8 @@ ACCEPTANCE_MEMORY = 24
 PRIOR_WEIGHT = 8
 DURATION_MEMORY = 8
 """Rows, and steps, after which what was measured counts for little."""
+DURATION_AGE = 128
+"""Steps of fewer drafts after which a duration that was not measured again is forgotten."""
 LONGEST_SAMPLE = 1.5
 """A step that takes longer than so many usual ones was held up by something else, and counts as that many."""
 
@@ -39,6 +41,7 @@ class Allowance:
         max_drafts: most drafts of a row.
         probed_drafts, num_probed: most drafts of so many rows instead, from `first_probed` on.
         next_drafts: most drafts of a row that are proposed for the step after.
+        is_steady: whether the step verifies what it may, and proposes as many: its duration says what they cost.
     """
 
     max_drafts: int
@@ -46,6 +49,7 @@ class Allowance:
     probed_drafts: int = 0
     num_probed: int = 0
     first_probed: int = 0
+    is_steady: bool = True
 
     def of_row(self, index: int, num_rows: int) -> int:
         """Most drafts of one of the step's rows."""
@@ -111,26 +115,43 @@ class _Mean:
 
 
 class _Durations:
-    """Of steps with about the same number of rows, by the drafts that their rows were allowed."""
+    """Of steps with about the same number of rows, by the drafts that their rows were allowed.
+
+    Only what is chosen is measured. So a number that seemed too dear is forgotten after a while, to be tried again.
+    """
 
     def __init__(self) -> None:
         self._by_drafts: dict[int, _Mean] = {}
+        self._last_step: dict[int, int] = {}
+        self._num_steps = 0
 
     def add(self, drafts: int, duration_s: float) -> None:
         mean = self._by_drafts.setdefault(drafts, _Mean(duration_s))
-        mean.add(min(duration_s, LONGEST_SAMPLE * mean.value), DURATION_MEMORY)
+        if mean.count < TRIES:
+            mean.count, mean.value = mean.count + 1, min(mean.value, duration_s)
+        else:
+            mean.add(min(duration_s, LONGEST_SAMPLE * mean.value), DURATION_MEMORY)
+        self._num_steps += 1
+        self._last_step[drafts] = self._num_steps
+        oldest = self._num_steps - DURATION_AGE
+        for number in [each for each, step in self._last_step.items() if each > drafts and step < oldest]:
+            del self._by_drafts[number], self._last_step[number]
 
     def num_tries(self, drafts: int) -> int:
         return self._by_drafts[drafts].count if drafts in self._by_drafts else 0
 
     def estimate(self, drafts: int) -> float:
-        """What was measured, or what follows from the two largest smaller numbers; with none or one, all are alike."""
-        if drafts in self._by_drafts:
-            return self._by_drafts[drafts].value
-        fewer = sorted(number for number in self._by_drafts if number < drafts)[-2:]
+        """What was measured, of no more than larger numbers take, or the line through the two largest smaller ones.
+
+        With one or none of these all are alike.
+        """
+        known = {number: mean.value for number, mean in self._by_drafts.items() if mean.count >= TRIES}
+        if drafts in known:
+            return min(duration_s for number, duration_s in known.items() if number >= drafts)
+        fewer = sorted(number for number in known if number < drafts)[-2:]
         if len(fewer) < 2:
-            return self._by_drafts[fewer[0]].value if fewer else 1.0
-        low, high = (self._by_drafts[number].value for number in fewer)
+            return known[fewer[0]] if fewer else 1.0
+        low, high = (known[number] for number in fewer)
         return high + max(0.0, high - low) * (drafts - fewer[1]) / (fewer[1] - fewer[0])
 
 
@@ -141,13 +162,14 @@ class AutoPolicy:
 
     def __init__(self, max_drafts: int) -> None:
         self._candidates = [*(number for number in CANDIDATES if number < max_drafts), max_drafts]
-        self._reach = [_Mean(0.0) for _ in range(max_drafts)]  # the chance that a row keeps more than i drafts
+        self._keeps = [_Mean(0.0) for _ in range(max_drafts)]  # the chance of draft i if those before it were kept
         self._durations: dict[int, _Durations] = {}
         self._num_steps = 0
         self._num_probes = 0
         self._next_probe = PROBE_INTERVAL
         self._probe_cost = _Mean(0.0)  # in steps
         self._probes_next = False
+        self._num_proposed = 0  # for the next step
         self._num_kept = 0
         self._expected_kept = 0.0
 
@@ -160,30 +182,34 @@ class AutoPolicy:
         is_probe = self._probes_next and more > 0
         self._probes_next = more > 0 and self._num_steps >= self._next_probe and not is_probe
         next_drafts = more if self._probes_next else best
+        is_steady = not is_probe and next_drafts == best <= self._num_proposed
+        self._num_proposed = next_drafts
         if is_probe:
             num_probed = self._num_probed(durations, best, more, num_rows)
-            self._num_kept, self._expected_kept = 0, self._reach[best].value
+            self._num_kept, self._expected_kept = 0, self._gain(best + 1) - self._gain(best)
             self._num_probes += 1
             interval = max(PROBE_INTERVAL, min(2 * self._probe_cost.value / PROBE_COST, MAX_PROBE_INTERVAL))
             self._next_probe = self._num_steps + int(interval)
-            return Allowance(best, next_drafts, more, num_probed, self._num_probes * num_probed % num_rows)
-        return Allowance(best, next_drafts)
+            first_probed = self._num_probes * num_probed % num_rows
+            return Allowance(best, next_drafts, more, num_probed, first_probed, is_steady)
+        return Allowance(best, next_drafts, is_steady=is_steady)
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
         """Take in how many drafts a row kept of those it might have had."""
         self._num_kept += num_accepted > allowance.max_drafts
-        for i in range(allowed):
-            self._reach[i].add(float(num_accepted > i), ACCEPTANCE_MEMORY)
+        for i in range(min(allowed, num_accepted + 1)):
+            self._keeps[i].add(float(num_accepted > i), ACCEPTANCE_MEMORY)
 
     def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
         """Take in a duration; what a probe, or proposing for one, takes besides, is its cost."""
         durations = self._durations.setdefault(_size(num_rows), _Durations())
-        if allowance.num_probed == 0 and allowance.next_drafts <= allowance.max_drafts:
+        if allowance.is_steady:
             durations.add(allowance.max_drafts, duration_s)
             return
         if allowance.num_probed and self._num_kept / allowance.num_probed > self._expected_kept + SURPRISE:
             self._next_probe = self._num_steps
-        if durations.num_tries(allowance.max_drafts):
+        is_for_probe = allowance.num_probed > 0 or allowance.next_drafts > allowance.max_drafts
+        if is_for_probe and durations.num_tries(allowance.max_drafts):
             extra = duration_s / durations.estimate(allowance.max_drafts) - 1.0
             self._probe_cost.add(min(max(0.0, extra), 1.0), DURATION_MEMORY)
 
@@ -208,14 +234,14 @@ class AutoPolicy:
     def _gain(self, drafts: int) -> float:
         """Expected drafts that a row keeps of so many.
 
-        A position that was seldom reached is thought to go on as those before it.
+        A position that was seldom reached is thought to go on as the one before it.
         """
-        gain, before, reach = 0.0, 1.0, 1.0
-        for i, mean in enumerate(self._reach[:drafts]):
-            expected = reach * reach / before if before > 0 else 0.0
+        gain, reach, chance = 0.0, 1.0, 1.0
+        for i, mean in enumerate(self._keeps[:drafts]):
             weight = min(mean.count, ACCEPTANCE_MEMORY)
             trust = PRIOR_WEIGHT if i > 0 or weight == 0 else 0
-            before, reach = reach, min(reach, (weight * mean.value + trust * expected) / (weight + trust))
+            chance = (weight * mean.value + trust * chance) / (weight + trust)
+            reach *= chance
             gain += reach
         return gain
 

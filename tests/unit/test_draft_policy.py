@@ -139,6 +139,55 @@ def test_a_pause_of_the_machine_is_not_held_against_anybody() -> None:
     assert rate(run(policy, lambda _: good, lambda _: 4, 60)) >= 0.95 * best_fixed(lambda _: good, lambda _: 4, 0, 60)
 
 
+@pytest.mark.parametrize("paused_drafts", [0, 1, 3, 8])
+def test_a_pause_while_a_number_is_tried_is_not_held_against_it(paused_drafts: int) -> None:
+    class Paused(AutoPolicy):
+        """Of the steps that count for the number the first takes five times as long."""
+
+        is_paused = False
+
+        def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
+            if allowance.is_steady and allowance.max_drafts == paused_drafts and not self.is_paused:
+                self.is_paused, duration_s = True, 5 * duration_s
+            super().settle_step(allowance, num_rows, duration_s)
+
+    policy = Paused(K)
+    results = run(policy, lambda _: CPU_ALONE, lambda _: 1, WARM_UP + 100)
+    assert policy.is_paused
+    fixed = run(FixedPolicy(K), lambda _: CPU_ALONE, lambda _: 1, WARM_UP + 100)
+    assert rate(results, WARM_UP) >= 0.95 * rate(fixed, WARM_UP)
+
+
+def test_a_number_that_seemed_too_dear_is_tried_again() -> None:
+    policy = AutoPolicy(K)
+    run(policy, lambda step: World(0.95, 0.01 if step < 30 else 0.5), lambda _: 1, 60)
+    results = run(policy, lambda _: World(0.95, 0.01), lambda _: 1, 300)
+    assert rate(results, 200) >= 0.95 * best_fixed(lambda _: World(0.95, 0.01), lambda _: 1, 200, None)
+
+
+def test_text_that_begins_to_repeat_itself_is_noticed_at_once() -> None:
+    """Rows keep all their drafts or none: later positions are as good as they were before the first one failed."""
+
+    def world(step: int) -> World:
+        return World(0.98, 0.02, availability=0.15 if step % 60 < 30 else 1.0)
+
+    results = run(AutoPolicy(K), world, lambda _: 4, 420)
+    fixed = [run(FixedPolicy(number), world, lambda _: 4, 420) for number in CANDIDATES if number <= K]
+    assert rate(results, 60) >= 0.95 * max(rate(each, 60) for each in fixed)
+
+
+def test_a_step_counts_for_as_many_drafts_as_were_proposed_for_it() -> None:
+    policy = AutoPolicy(K)
+    verified = before = Allowance(0, 0)
+    for _ in range(40):
+        verified = policy.allow(1)
+        keeps_on = verified.max_drafts == verified.next_drafts <= before.next_drafts
+        assert verified.is_steady == (keeps_on and verified.num_probed == 0)
+        policy.settle_row(verified, min(verified.max_drafts, before.next_drafts), 0 if before.next_drafts == 0 else 1)
+        policy.settle_step(verified, 1, 1.0)
+        before = verified
+
+
 def test_a_probe_takes_few_rows_by_turns() -> None:
     allowance = Allowance(0, 0, probed_drafts=1, num_probed=2, first_probed=7)
     assert [allowance.of_row(i, 8) for i in range(8)] == [1, 0, 0, 0, 0, 0, 0, 1]
