@@ -9,6 +9,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.config import ModelConfig
 from server.errors import ConfigError, ModelError
+from server.model.no_tokenizer import has_tokenizer
 
 _NO_LIMIT = sys.maxsize
 
@@ -79,6 +80,9 @@ def _load_error(source: str, error: Exception) -> ModelError:
             "--trust-remote-code"
         )
     reason = str(error).strip().split("\n")[0] or type(error).__name__
+    if Path(source).is_dir() and not has_tokenizer(Path(source)):
+        reason = "the folder has none"
     return ModelError(
-        f"cannot load a tokenizer from {source}: {reason}; name a folder or hub id that has one with --tokenizer"
+        f"cannot load a tokenizer from {source}: {reason}; for the model that is served, --tokenizer names a folder "
+        "or hub id that has one"
     )

@@ -68,7 +68,7 @@ def test_another_tokenizer(tiny: Path, tmp_path: Path) -> None:
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ModelError, match=r"cannot load a tokenizer from .*; name a folder or hub id .* --tokenizer"):
+    with pytest.raises(ModelError, match=r"cannot load a tokenizer from .*: the folder has none; .* --tokenizer"):
         load(tmp_path)
 
 
