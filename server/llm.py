@@ -115,6 +115,8 @@ class LLM:
         """
         if self._loop.is_closed():
             raise EngineDead("this LLM was closed")
+        if not isinstance(speculation, SpeculationOptions):
+            raise InvalidRequest.of("speculation", f"must be a SpeculationOptions, got {speculation!r}")
         listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = [
             self._preprocessor.build(
@@ -165,12 +167,18 @@ class LLM:
                 task.cancel()
 
     def _run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the caller was interrupted, the work would go on
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if isinstance(params, Mapping) or not all(isinstance(each, SamplingParams) for each in params):
+        raise InvalidRequest.of("sampling_params", f"must be a SamplingParams, or a list of them, got {params!r}")
     if len(params) != count:
         raise InvalidRequest.of("sampling_params", f"must be one, or one for each of the {count} prompts")
     return list(params)

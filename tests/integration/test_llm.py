@@ -1,6 +1,9 @@
 """The offline API: what a script written for vLLM does with it."""
 
+import asyncio
 import random
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from server import LLM, SamplingParams
 from server.errors import ConfigError, EngineDead, InvalidRequest, ModelError, RequestFailed
 from server.request import SpeculationOptions
+from tests.fakes.eventually import eventually
 from tests.fakes.thread_watch import no_thread_is_left
 from tests.tiny_model import build_tiny_model
 
@@ -146,6 +150,36 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequest):
         llm.generate("a", SamplingParams(stop_token_ids=[512]))
+
+
+def test_options_of_another_type_are_refused_by_name(llm: LLM) -> None:
+    others: list[Any] = [{"temperature": 0}, [{"temperature": 0}], [None]]
+    for params in others:
+        with pytest.raises(InvalidRequest, match="sampling_params: must be a SamplingParams, or a list of them, got"):
+            llm.generate("a", params)
+    off: Any = False
+    with pytest.raises(InvalidRequest, match="speculation: must be a SpeculationOptions, got False"):
+        llm.generate("a", speculation=off)
+
+
+def test_what_an_interrupted_call_asked_for_ends_with_it(llm: LLM) -> None:
+    """As by Ctrl-C in a notebook, which goes on with the same LLM."""
+
+    def is_at_work() -> bool:
+        return llm._engine.statistics().num_running > 0
+
+    def interrupt() -> None:
+        asyncio.run(eventually(is_at_work))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    generated = llm._engine.statistics().generation_tokens
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([{"prompt_token_ids": [81]}] * 32, SamplingParams(max_tokens=500, ignore_eos=True))
+    thread.join()
+    asyncio.run(eventually(lambda: not is_at_work(), timeout_s=30))
+    assert llm._engine.statistics().generation_tokens - generated < 32 * 500
 
 
 def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
