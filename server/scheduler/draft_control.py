@@ -86,9 +86,12 @@ class DraftControl:
             step.policy.settle_row(step.allowance, num_allowed, num_accepted)
 
     def settle_step(self, now_s: float, *, is_usual: bool) -> None:
-        """The oldest step has settled, after its rows. Args: is_usual: whether it did no work of other steps."""
+        """The oldest step has settled, after its rows.
+
+        Args: is_usual: whether it did no work of other steps. Of a probe that work is a part of the price.
+        """
         duration_s, _ = self.settling(now_s)
         step = self._steps.popleft()
         self._last_settled_s = now_s
-        if step.is_decoding and is_usual and duration_s > 0:
+        if step.is_decoding and duration_s > 0 and (is_usual or not step.allowance.is_steady):
             step.policy.settle_step(step.allowance, step.num_rows, duration_s)

@@ -22,12 +22,14 @@ PROBE_COST = 0.01
 """The share of all time that looking may take; it is dearer where drafts are, and then done more seldom."""
 SURPRISE = 0.25
 """So much larger a share of a probe's rows than expected keeps its drafts."""
-MAX_PROBE_INTERVAL = 128
+MAX_PROBE_INTERVAL = 256
+MAX_PROBE_COST = 2.0
+"""More usual steps than this are not held against a step of a probe: the machine paused."""
 ACCEPTANCE_MEMORY = 24
 PRIOR_WEIGHT = 8
 DURATION_MEMORY = 8
 """Rows, and steps, after which what was measured counts for little."""
-DURATION_AGE = 128
+DURATION_AGE = 256
 """Steps of fewer drafts after which a duration that was not measured again is forgotten."""
 LONGEST_SAMPLE = 1.5
 """A step that takes longer than so many usual ones was held up by something else, and counts as that many."""
@@ -118,12 +120,18 @@ class _Durations:
     """Of steps with about the same number of rows, by the drafts that their rows were allowed.
 
     Only what is chosen is measured. So a number that seemed too dear is forgotten after a while, to be tried again.
+
+    Attributes:
+        probe_cost: of each of a probe's two steps, in usual steps.
+        next_probe: the policy's step from which on one is due.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, next_probe: int) -> None:
         self._by_drafts: dict[int, _Mean] = {}
         self._last_step: dict[int, int] = {}
         self._num_steps = 0
+        self.probe_cost = _Mean(0.0)
+        self.next_probe = next_probe
 
     def add(self, drafts: int, duration_s: float) -> None:
         mean = self._by_drafts.setdefault(drafts, _Mean(duration_s))
@@ -166,8 +174,6 @@ class AutoPolicy:
         self._durations: dict[int, _Durations] = {}
         self._num_steps = 0
         self._num_probes = 0
-        self._next_probe = PROBE_INTERVAL
-        self._probe_cost = _Mean(0.0)  # in steps
         self._probes_next = False
         self._num_proposed = 0  # for the next step
         self._num_kept = 0
@@ -175,12 +181,12 @@ class AutoPolicy:
 
     def allow(self, num_rows: int) -> Allowance:
         """The best number of drafts so far; now and then a few rows try one size more."""
-        durations = self._durations.setdefault(_size(num_rows), _Durations())
+        durations = self._with_rows(num_rows)
         best = self._best(durations)
         more = min([number for number in self._candidates if number > best], default=0)
         self._num_steps += 1
         is_probe = self._probes_next and more > 0
-        self._probes_next = more > 0 and self._num_steps >= self._next_probe and not is_probe
+        self._probes_next = more > 0 and self._num_steps >= durations.next_probe and not is_probe
         next_drafts = more if self._probes_next else best
         is_steady = not is_probe and next_drafts == best <= self._num_proposed
         self._num_proposed = next_drafts
@@ -188,8 +194,8 @@ class AutoPolicy:
             num_probed = self._num_probed(durations, best, more, num_rows)
             self._num_kept, self._expected_kept = 0, self._gain(best + 1) - self._gain(best)
             self._num_probes += 1
-            interval = max(PROBE_INTERVAL, min(2 * self._probe_cost.value / PROBE_COST, MAX_PROBE_INTERVAL))
-            self._next_probe = self._num_steps + int(interval)
+            interval = max(PROBE_INTERVAL, min(2 * durations.probe_cost.value / PROBE_COST, MAX_PROBE_INTERVAL))
+            durations.next_probe = self._num_steps + int(interval)
             first_probed = self._num_probes * num_probed % num_rows
             return Allowance(best, next_drafts, more, num_probed, first_probed, is_steady)
         return Allowance(best, next_drafts, is_steady=is_steady)
@@ -202,16 +208,22 @@ class AutoPolicy:
 
     def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
         """Take in a duration; what a probe, or proposing for one, takes besides, is its cost."""
-        durations = self._durations.setdefault(_size(num_rows), _Durations())
+        durations = self._with_rows(num_rows)
         if allowance.is_steady:
             durations.add(allowance.max_drafts, duration_s)
             return
         if allowance.num_probed and self._num_kept / allowance.num_probed > self._expected_kept + SURPRISE:
-            self._next_probe = self._num_steps
+            durations.next_probe = self._num_steps
         is_for_probe = allowance.num_probed > 0 or allowance.next_drafts > allowance.max_drafts
-        if is_for_probe and durations.num_tries(allowance.max_drafts):
+        if is_for_probe and durations.num_tries(allowance.max_drafts) >= TRIES:
             extra = duration_s / durations.estimate(allowance.max_drafts) - 1.0
-            self._probe_cost.add(min(max(0.0, extra), 1.0), DURATION_MEMORY)
+            durations.probe_cost.add(min(max(0.0, extra), MAX_PROBE_COST), DURATION_MEMORY)
+
+    def _with_rows(self, num_rows: int) -> _Durations:
+        size = _size(num_rows)
+        if size not in self._durations:
+            self._durations[size] = _Durations(self._num_steps + PROBE_INTERVAL)
+        return self._durations[size]
 
     def _num_probed(self, durations: _Durations, best: int, more: int, num_rows: int) -> int:
         """As many rows as a quarter, or as PROBE_COST pays for; at least one."""

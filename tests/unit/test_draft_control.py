@@ -69,6 +69,22 @@ def test_steps_under_way_settle_with_their_own_policy(sequence: Sequence) -> Non
     assert (after.told, after.durations_s) == ([(2, 1)], [2.0])
 
 
+@pytest.mark.parametrize(("is_steady", "durations_s"), [(True, [1.0]), (False, [1.0, 4.0])])
+def test_work_for_other_steps_counts_where_a_probe_causes_it(
+    sequence: Sequence, is_steady: bool, durations_s: list[float]
+) -> None:
+    class Changing(Watched):
+        def allow(self, num_rows: int) -> Allowance:
+            return Allowance(5, 5, is_steady=is_steady)
+
+    policy = Changing(5)
+    control = DraftControl(policy)
+    for launched_s, settled_s, is_usual in ((0.0, 1.0, True), (1.0, 5.0, False)):
+        launch(control, sequence, launched_s)
+        control.settle_step(settled_s, is_usual=is_usual)
+    assert policy.durations_s == durations_s
+
+
 def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequence: Sequence) -> None:
     control = DraftControl(FixedPolicy(5))
     launch(control, sequence, 0.0)
