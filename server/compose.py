@@ -159,6 +159,8 @@ def _build_core(config: Config) -> Core:
         ],
     ]
     compilations = _compilations(config, decoders, num_threads) if is_packed else []
+    if config.model.compile == "wait" and device.type == "cpu" and not compilations and not config.model.enforce_eager:
+        logger.warning("the decoder layers are not compiled, although compile is wait: the C++ operators are missing")
 
     def prepare() -> None:
         torch.set_num_threads(num_threads)  # each thread has a count of its own
