@@ -146,7 +146,7 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
 ) -> None:
     assert bench(str(tmp_path / "nothing"), "--parts", "frontier", "--budgets", "32") == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("outrider: budget 32 ended with exit code ")
+    assert error.startswith("outrider: probe ended with exit code 1: ")
     assert str(tmp_path / "nothing") in error
 
 
