@@ -16,7 +16,7 @@ from server.engine.protocol import StreamEvent
 from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
-from tests.integration.test_client_disaggregated import PROMPT, Nodes, expected, running_nodes, sharing, stopping_short
+from tests.fakes.scripted_nodes import PROMPT, Nodes, expected, running_nodes, sharing, stopping_short
 
 IDS = ",".join(map(str, PROMPT * 8))
 
