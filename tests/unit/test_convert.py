@@ -102,7 +102,7 @@ def test_every_field_arrives() -> None:
     [
         (pb.SamplingParams(json_schema="{}"), StructuredOutputsParams(json="{}")),
         (pb.SamplingParams(json_object=True), StructuredOutputsParams(json_object=True)),
-        (pb.SamplingParams(regex=""), StructuredOutputsParams(regex="")),
+        (pb.SamplingParams(regex="a*"), StructuredOutputsParams(regex="a*")),
         (pb.SamplingParams(grammar="start: /a/"), StructuredOutputsParams(grammar="start: /a/")),
         (
             pb.SamplingParams(choice=pb.ChoiceConstraint(choices=["x", ""])),
@@ -119,6 +119,9 @@ def test_every_constraint_arrives(message: pb.SamplingParams, expected: Structur
     [
         (pb.SamplingParams(json_object=False), "sampling.json_object"),
         (pb.SamplingParams(choice=pb.ChoiceConstraint()), "sampling.choice"),
+        (pb.SamplingParams(regex=""), "sampling.regex"),
+        (pb.SamplingParams(grammar=""), "sampling.grammar"),
+        (pb.SamplingParams(json_schema=""), "sampling.json_schema"),
     ],
 )
 def test_constraints_that_say_nothing_are_refused(message: pb.SamplingParams, field: str) -> None:
