@@ -152,7 +152,9 @@ class ServerConfig(Section):
         description="tokens of a choice that gather before they are streamed; its first token goes at once",
     )
     shutdown_timeout_seconds: float = Field(
-        default=30.0, ge=0, description="how long live requests may finish after a signal to stop"
+        default=30.0,
+        ge=0,
+        description="how long live requests may finish, and other nodes read their KV, after a signal to stop",
     )
     tokenizer_threads: int = Field(default=2, ge=1, le=64, description="threads that tokenise and render prompts")
     grammar_threads: int = Field(default=2, ge=1, le=64, description="threads that compile grammars of guided requests")

@@ -21,6 +21,7 @@ from clients.requests import GenerateOptions, generate_request
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
 from server.commands.bench_disaggregated_process import free_port
+from tests.fakes.eventually import eventually
 from tests.fakes.gate import Gate
 from tests.fakes.hop import Hop, full_tokens, hop_between, ids, settle
 from tests.fakes.hop_connectors import PEERS
@@ -262,6 +263,19 @@ async def test_a_handle_of_a_node_that_was_started_again(scene: Scene) -> None:
         await settle(hop.decode[0])
     async with scene.hop() as hop:
         await hop.settle()
+
+
+async def test_a_prefill_node_that_is_told_to_stop_waits_for_who_reads(scene: Scene) -> None:
+    """The decode node would fail what it cannot load."""
+    async with scene.hop():
+        request = scene.fresh()
+        first, continuation = await begun(scene.servers.prefill.target, request)
+        scene.servers.prefill.stop()
+        await eventually(lambda: f"others may read {NUM_FULL // 16} KV blocks" in scene.servers.prefill.log)
+        rest = await tokens(scene.servers.strict.target, continuation)
+        assert [(*first, *rest)] == await scene.expected(request)
+        scene.servers.prefill.close()
+        assert scene.servers.prefill.log.rstrip().endswith("stopped")
 
 
 async def test_a_handle_whose_lease_has_ended(scene: Scene) -> None:
