@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import Progress
@@ -24,12 +24,14 @@ from server.engine.protocol import (
     Timing,
 )
 from server.errors import EngineDead, InvalidRequest
-from server.preprocess import Prompt, TextPrompt, TokensPrompt
+from server.preprocess import ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from server.request import Request, SamplingParams, SpeculationOptions
 
 _Result = TypeVar("_Result")
 PromptLike = str | Mapping[str, Any]
 """Text, or {"prompt": text}, or {"prompt_token_ids": ids}."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages {"role": text, "content": text}, oldest first."""
 
 
 @dataclass(slots=True)
@@ -113,29 +115,55 @@ class LLM:
             use_tqdm: show a progress bar, on a terminal.
         Raises: InvalidRequest before anything runs; RequestFailed if a request breaks; EngineDead after close().
         """
+        listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._answer([_to_prompt(prompt) for prompt in listed], sampling_params, use_tqdm, speculation)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        speculation: SpeculationOptions = SpeculationOptions(),
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several in one batch, by the model's chat template; the outputs have no `prompt`.
+
+        Args: as of `generate`. Raises: as `generate`; InvalidRequest, too, if the model has no chat template.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Conversation]", [messages] if is_one else messages)
+        prompts = [_to_chat_prompt(conversation) for conversation in conversations]
+        return self._answer(prompts, sampling_params, use_tqdm, speculation)
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        speculation: SpeculationOptions,
+    ) -> list[RequestOutput]:
         if self._loop.is_closed():
             raise EngineDead("this LLM was closed")
         if not isinstance(speculation, SpeculationOptions):
             raise InvalidRequest.of("speculation", f"must be a SpeculationOptions, got {speculation!r}")
-        listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         requests = [
             self._preprocessor.build(
-                _to_prompt(prompt),
+                prompt,
                 params,
                 request_id=uuid.uuid4().hex,
                 speculation=speculation,
                 arrival_s=self._engine.now(),
             )
-            for prompt, params in zip(listed, _spread(sampling_params, len(listed)), strict=True)
+            for prompt, params in zip(prompts, _spread(sampling_params, len(prompts)), strict=True)
         ]
         outputs = [
             RequestOutput(
                 request.request_id,
-                prompt if isinstance(prompt, str) else prompt.get("prompt"),
+                prompt.text if isinstance(prompt, TextPrompt) else None,
                 list(request.prompt_token_ids),
                 [CompletionOutput(index) for index in range(request.sampling.n)],
             )
-            for prompt, request in zip(listed, requests, strict=True)
+            for prompt, request in zip(prompts, requests, strict=True)
         ]
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not (use_tqdm and console.is_terminal)) as progress:
@@ -192,6 +220,18 @@ def _to_prompt(prompt: PromptLike) -> Prompt:
     if "prompt" in prompt:
         return TextPrompt(prompt["prompt"])
     raise InvalidRequest.of("prompts", f"needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+
+
+def _to_chat_prompt(conversation: Conversation) -> ChatPrompt:
+    pairs: list[tuple[str, str]] = []
+    for place, message in enumerate(conversation):
+        if not isinstance(cast("object", message), Mapping) or set(message) != {"role", "content"}:
+            raise InvalidRequest.of(f"messages[{place}]", f"must have role and content alone, got {message!r}")
+        for name, text in message.items():
+            if not isinstance(text, str):
+                raise InvalidRequest.of(f"messages[{place}].{name}", f"must be text, got {text!r}")
+        pairs.append((message["role"], message["content"]))
+    return ChatPrompt(pairs)
 
 
 def _take_in(output: RequestOutput, event: StreamEvent) -> None:

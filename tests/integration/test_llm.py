@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from server import LLM, SamplingParams
 from server.errors import ConfigError, EngineDead, InvalidRequest, ModelError, RequestFailed
@@ -186,6 +187,39 @@ def test_a_request_that_breaks_raises_and_the_next_one_runs(llm: LLM) -> None:
     with pytest.raises(RequestFailed, match="NaN"):
         llm.generate([{"prompt_token_ids": [81]}, {"prompt_token_ids": [POISON]}], SamplingParams(max_tokens=200))
     assert llm.generate({"prompt_token_ids": [81]}, SamplingParams(max_tokens=3, ignore_eos=True))
+
+
+def test_conversations_are_answered_by_the_models_template(llm: LLM, folder: str) -> None:
+    """One alone as in a list; all in one batch, each as its ids are."""
+    first = [{"role": "user", "content": "hi"}]
+    second = [{"role": "system", "content": "be brief"}, *first]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [
+        tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True) for each in (first, second)
+    ]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    expected = [output.outputs[0].token_ids for output in llm.generate([{"prompt_token_ids": i} for i in ids], params)]
+    answers = llm.chat([first, second], params)
+    assert [answer.prompt_token_ids for answer in answers] == ids
+    assert [answer.outputs[0].token_ids for answer in answers] == expected
+    (alone,) = llm.chat(first, params)
+    assert (alone.prompt, alone.outputs[0].token_ids) == (None, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "chat.messages"),
+        ("hi", "messages[0]"),
+        ([{"role": "user"}], "messages[0]"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": None}], "messages[1].content"),
+    ],
+)
+def test_messages_that_are_none_are_refused(llm: LLM, messages: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(messages)
+    assert [violation.field for violation in caught.value.violations] == [field]
 
 
 def test_a_closed_one_says_so(folder: str, device_name: str) -> None:
