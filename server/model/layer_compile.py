@@ -78,9 +78,8 @@ def _fill(order: CompileOrder, folder: Path) -> None:
             package = f"{len(kinds)}.pt2"
             kinds[key] = _compile_kind(layer, call, shared, model.config.hidden_size, folder / package)
         kind_of_layer.append(list(kinds).index(key))
-    frame = None
-    if all(tensor is first for _, shared in calls for tensor, first in zip(shared, calls[0][1], strict=True)):
-        frame = _try_frame(model, layers, calls[0][0], made, folder)
+    is_one_call = len({(call.tensors, tuple(map(id, shared))) for call, shared in calls}) == 1
+    frame = _try_frame(model, layers, calls[0][0], made, folder) if is_one_call else None
     CompiledModel(tuple(kinds.values()), tuple(kind_of_layer), frame).write(folder)
 
 
