@@ -297,9 +297,9 @@ def test_namespaces_are_apart(store: LMCacheStore) -> None:
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="port"):
+    with pytest.raises(ConfigError, match="port"):
         LMCacheConfig(port=0)
-    with pytest.raises(ValueError, match="request_timeout_seconds"):
+    with pytest.raises(ConfigError, match="request_timeout_seconds"):
         LMCacheConfig(request_timeout_seconds=0)
 
 

@@ -201,9 +201,8 @@ def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: KV
 
 def test_kv_of_another_fingerprint_is_refused_on_both_sides(nodes: ExitStack, holder: KVProcess) -> None:
     reader = node(nodes, fingerprint="b2")
-    handle = holder.hand_on(1, 2)
-    assert reader.matched(reader.request(2, source=handle)) == 0
-    lying = replace(handle, fingerprint="b2")
+    assert reader.matched(reader.request(2, source=holder.hand_on(1, 2))) == 0
+    lying = replace(holder.hand_on(1, 2), fingerprint="b2")
     before = reader.blocks.clone()
     assert reader.wait_for_load(reader.begin(lying, 1, 2)) == {1, 2}
     assert torch.equal(reader.blocks, before)
