@@ -8,7 +8,6 @@ import signal
 
 from server.compose import Core, build_core
 from server.config import Config
-from server.engine.engine import NativeEngine
 from server.errors import EngineDead
 from server.rpc.address import check_address
 from server.rpc.lifecycle import GrpcServer
@@ -63,14 +62,15 @@ async def _serve(config: Config, core: Core) -> None:
         gc.unfreeze()
         until_s = core.engine.now() + config.server.shutdown_timeout_seconds
         await server.stop()
-        await _wait_for_readers(core.engine, until_s)
+        await _wait_for_readers(core, until_s)
         await core.engine.stop()
         await asyncio.to_thread(telemetry.shutdown, 2.0)
         logger.info("stopped")
 
 
-async def _wait_for_readers(engine: NativeEngine, until_s: float) -> None:
+async def _wait_for_readers(core: Core, until_s: float) -> None:
     """Return once no KV is held for other nodes or stores, or at a moment of the engine's clock."""
+    engine = core.engine
     if num_held := engine.statistics().num_held_blocks:
         logger.info("stopping: others may read %d KV blocks for %.1f s", num_held, max(0.0, until_s - engine.now()))
     # Whoever lets go of blocks tells the step thread alone.
