@@ -15,6 +15,8 @@ _STOP_TIMEOUT_S = 30.0
 _STAT_UTIME, _STAT_STIME = 11, 12
 """Places of a process's times in /proc/PID/stat, counted behind its name."""
 
+_given_ports: set[int] = set()
+
 
 class LoggedProcess:
     """A command, and what it says in a file."""
@@ -89,11 +91,14 @@ def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, s
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this machine that nobody listens at, a new one each time: who got one may not listen yet."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port not in _given_ports:
+            _given_ports.add(port)
+            return port
 
 
 @contextmanager
