@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from server.tokenizer import Tokenizer
 from tests.fakes.lmcache_process import LMCacheProcess
+from tests.fakes.server_process import server_processes
 from tests.fakes.tokenizers import tiny_tokenizer
 
 
@@ -31,3 +33,10 @@ def lmcache_server(lmcache_process: LMCacheProcess) -> LMCacheProcess:
     """The server, empty."""
     lmcache_process.clear()
     return lmcache_process
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server process that does all of it, with the `model` of the tests' file."""
+    with server_processes(tmp_path_factory.mktemp("alone"), {"alone": {"model": model}}) as servers:
+        yield servers["alone"].target

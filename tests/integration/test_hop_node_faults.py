@@ -47,13 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("node-faults"))
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server that does all of it."""
-    with server_processes(tmp_path_factory.mktemp("alone"), {"alone": {"model": model}}) as servers:
-        yield servers["alone"].target
-
-
 @dataclass(frozen=True)
 class Servers:
     """Attributes: strict: a decode node that fails what could not be loaded. kv_port: of the prefill node."""

@@ -31,13 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("processes"))
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server that does all of it."""
-    with server_processes(tmp_path_factory.mktemp("alone"), {"alone": {"model": model}}) as servers:
-        yield servers["alone"].target
-
-
 @dataclass(frozen=True)
 class Servers:
     """Those of one connector. Attributes: small: a decode node with SMALL_POOL blocks. other: with other blocks."""

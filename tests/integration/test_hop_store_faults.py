@@ -29,13 +29,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("store-faults"))
 
 
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server that does all of it."""
-    with server_processes(tmp_path_factory.mktemp("alone"), {"alone": {"model": model}}) as servers:
-        yield servers["alone"].target
-
-
 def files(folder: Path) -> dict[str, Any]:
     return {"kv_connector": "filesystem", "kv_connector_extra_config": {"shared_storage_path": str(folder)}}
 
