@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -47,7 +48,9 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
 
         # A number of the model is a constant to it, not an input as torch would have it.
         limits = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_VERSIONS)
-        with warnings.catch_warnings(), limits:
+        # Two sizes that are equal here, as of blocks and of heads, need not be later.
+        distinct = shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with warnings.catch_warnings(), limits, distinct:
             warnings.simplefilter("ignore")  # advice on the compiler's settings
             check_layers(model, layers, run)
     except Exception as error:  # whatever tracer and compiler have to say about an architecture
