@@ -5,7 +5,9 @@ segment can be captured (docs/adr/0006-two-captured-segments.md). All graphs sha
 they run one after the other, and what one leaves behind is read before the next one starts.
 """
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -75,6 +77,21 @@ class StepGraphs:
     def _captured(self, segment: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on using the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _collecting_nothing(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             output = segment()
         return graph, output
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Keep the garbage: among it may be graphs of an earlier engine, and freeing one breaks the capture of another."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
