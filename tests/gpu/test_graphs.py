@@ -104,14 +104,15 @@ def test_padding_leaves_every_other_slot_alone(folder: Path) -> None:
     stepping.step()
     before = [tensor.clone() for tensor in (*batch.tensors(), kv)]
     stepping.step()
-    token_ids, table, integers, floats, drafts = (
+    token_ids, table, integers, floats, *drafts = (
         (now != then) for now, then in zip(batch.tensors(), before, strict=False)
     )
     for changed in (token_ids, table):
         assert not changed[1:-1].any()
     for changed in (integers, floats):
         assert not changed[:, 1:-1].any()
-    assert not drafts[1:-1].any()
+    for changed in drafts:
+        assert not changed[1:-1].any()
     assert torch.equal(kv[2:], before[-1][2:]), "only the null block and the row's own may change"
 
 
@@ -150,7 +151,13 @@ def test_drafts_from_the_host_go_into_captured_steps(folder: Path, depth: int) -
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_enforce_eager_captures_nothing(folder: Path, is_eager: bool) -> None:
     """Otherwise the log says what the graphs take, before the KV cache is sized."""
-    measured: dict[str, Any] = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.1, "block_size": 256}
+    free, total = torch.cuda.mem_get_info()
+    utilization = (total - free + 12 * 2**30) / total  # others may use the device as well
+    measured: dict[str, Any] = {
+        "kv_cache_memory_bytes": None,
+        "gpu_memory_utilization": utilization,
+        "block_size": 256,
+    }
     with (
         patch.object(StepGraphs, "replay_first", autospec=True, side_effect=StepGraphs.replay_first) as replay,
         patch.object(compose.logger, "info") as info,

@@ -396,7 +396,7 @@ def test_lookup_equals_the_proposer(num_rows: int, takes_last: bool) -> None:
     generator = torch.Generator(DEVICE).manual_seed(num_rows)
     inputs = lookup_inputs(num_rows, generator)
     twin = NgramProposer(5, 2, 4, takes_last=takes_last, device=torch.device(DEVICE)).propose_eagerly(inputs)
-    ids, counts = lookup(inputs, takes_last=takes_last)
+    ids, counts = lookup(inputs, lookup_rule(takes_last=takes_last))
     assert torch.equal(ids, twin.ids)
     assert torch.equal(counts, twin.counts)
     assert counts.any()
@@ -414,9 +414,12 @@ def lookup_inputs(num_rows: int, generator: torch.Generator) -> ProposeInput:
     )
 
 
-def lookup(inputs: ProposeInput, *, takes_last: bool) -> tuple[Tensor, Tensor]:
+def lookup_rule(*, takes_last: bool) -> Tensor:
+    return torch.tensor([2, 4, takes_last], dtype=torch.int32, device=DEVICE)
+
+
+def lookup(inputs: ProposeInput, rule: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)
-    rule = torch.tensor([2, 4, takes_last], dtype=torch.int32, device=DEVICE)
     ids, counts = ngram_lookup(*tensors, inputs.max_num_tokens, rule, 5)
     return ids, counts
 
@@ -425,7 +428,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
     inputs = Case("", [(1000, 6)] * 4).inputs()
     logits = torch.randn(4, 6, 50_000, device=DEVICE)
     rows = sampling_rows(4, 1.0)
-    texts = lookup_inputs(4, torch.Generator(DEVICE).manual_seed(1))
+    texts, rule = lookup_inputs(4, torch.Generator(DEVICE).manual_seed(1)), lookup_rule(takes_last=False)
     layer = torch.zeros_like(inputs.layer)
     key = torch.randn(24, 8, 128, device=DEVICE, dtype=torch.bfloat16)
     places = torch.arange(24, device=DEVICE)
@@ -442,7 +445,7 @@ def test_no_launch_waits_and_all_can_be_captured() -> None:
         write_kv(layer, key, key, places % 8, places)
         attend(inputs, out)
         chosen.copy_(gumbel_argmax(logits, *rows, Stream.TARGET)[0])
-        drafted.copy_(lookup(texts, takes_last=False)[0])
+        drafted.copy_(lookup(texts, rule)[0])
         penalise(processed.copy_(logits), *penalties, counts)
         truncate(processed, *truncation)
         kept.copy_(verify_drafts(**drafts, method=Method.BLOCK)[0])
