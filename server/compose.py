@@ -97,7 +97,7 @@ def _build_core(config: Config) -> Core:
         pack_linears(loaded.model.base_model)
     elif jit.is_available(device) and not config.model.enforce_eager:
         merge_linears(loaded.model.base_model)
-        if config.model.compile == "wait" and not config.model.batch_invariant:
+        if config.model.compile != "none" and not config.model.batch_invariant:
             trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
     if config.model.batch_invariant:
         make_invariant(loaded.model, is_packed=is_packed)

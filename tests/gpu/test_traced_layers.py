@@ -82,13 +82,13 @@ def test_a_server_compiles_before_it_serves(folder: Path) -> None:
     prompts = [[5, 6, 7] * length for length in (1, 2, 30)]
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     found = []
-    for when in ("none", "wait"):
+    for when in ("none", "wait", "auto"):
         with (
             patch.object(compose, "trace_layers", side_effect=trace_layers) as trace,
             engine_on(folder, "cuda", compile=when, **settings) as engine,
         ):
-            assert trace.call_count == (when == "wait")
+            assert trace.call_count == (when != "none")
             with torch.compiler.set_stance("fail_on_recompile"):
                 found.append([outcome.only.token_ids for outcome in engine.generate(prompts, sampling)])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert counters["stats"]["unique_graphs"] == 2
