@@ -58,8 +58,8 @@ class ModelConfig(Section):
     )
     compile: Literal["auto", "wait", "none"] = Field(
         default="auto",
-        description="when to compile the decoder layers: wait, before serving; auto, on CUDA before serving, on the CPU "
-        "aside while serving starts; none",
+        description="when to compile the decoder layers: wait, before serving; auto, on CUDA before serving, on the "
+        "CPU aside while serving starts; none",
     )
     batch_invariant: bool = Field(
         default=False,
