@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from protos.outrider.v1 import inference_pb2 as pb
+from protos.outrider.v1 import logprobs_pb2
 
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: "stop",
@@ -217,11 +218,11 @@ def event_from_proto(message: pb.GenerateResponse) -> Event | None:
     return None
 
 
-def _token(message: pb.TokenLogprob) -> TokenLogprob:
+def _token(message: logprobs_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(message.token_id, message.logprob, message.rank, message.text)
 
 
-def _positions(messages: Iterable[pb.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+def _positions(messages: Iterable[logprobs_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
     return tuple(PositionLogprobs(_token(item.chosen), tuple(map(_token, item.top))) for item in messages)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from protos.outrider.v1 import inference_pb2 as pb
+from protos.outrider.v1.disaggregation_pb2 import ChoiceState, KvHandle
 
 
 @dataclass(slots=True)
@@ -13,13 +14,13 @@ class _Choice:
     handed_on: pb.Finished | None = None
     has_ended: bool = False
 
-    def state(self) -> pb.ChoiceState:
+    def state(self) -> ChoiceState:
         """For whoever goes on: as it was handed on, else what was delivered before its node was lost."""
         if self.has_ended:
-            return pb.ChoiceState(ended=True)
+            return ChoiceState(ended=True)
         if self.handed_on is not None and len(self.token_ids) == self.handed_on.handed_on.delivered_tokens:
             return self.handed_on.handed_on
-        return pb.ChoiceState(token_ids=self.token_ids, delivered_tokens=len(self.token_ids))
+        return ChoiceState(token_ids=self.token_ids, delivered_tokens=len(self.token_ids))
 
 
 class Progress:
@@ -29,7 +30,7 @@ class Progress:
         self._request = request
         self._prompt_token_ids = list(request.token_ids.ids)
         self._choices = [_Choice() for _ in range(max(1, request.sampling.n))]
-        self._source: pb.KvHandle | None = None
+        self._source: KvHandle | None = None
         self._request_id = request.request_id
 
     @property

@@ -5,6 +5,7 @@ Runs in the tokenizer pool: a list of a million ids is not copied on the event l
 
 from collections.abc import Mapping
 
+from protos.outrider.v1 import disaggregation_pb2, logprobs_pb2
 from protos.outrider.v1 import inference_pb2 as pb
 from server.errors import InvalidRequest
 from server.guidance.params import StructuredOutputsParams
@@ -102,7 +103,7 @@ def continuation_from_proto(request: pb.GenerateRequest) -> Continuation | None:
     return Continuation(choices, _kv_handle(message.source) if message.HasField("source") else None)
 
 
-def _choice_state(message: pb.ChoiceState, path: str) -> ChoiceState:
+def _choice_state(message: disaggregation_pb2.ChoiceState, path: str) -> ChoiceState:
     for i, position in enumerate(message.logprobs):
         if len(position.top) > MAX_LOGPROBS:
             raise InvalidRequest.of(f"{path}.logprobs[{i}].top", f"at most {MAX_LOGPROBS}, got {len(position.top)}")
@@ -117,11 +118,11 @@ def _choice_state(message: pb.ChoiceState, path: str) -> ChoiceState:
     )
 
 
-def _token_logprob(message: pb.TokenLogprob) -> TokenLogprob:
+def _token_logprob(message: logprobs_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(message.token_id, message.logprob, message.rank)
 
 
-def _kv_handle(message: pb.KvHandle) -> KVHandle:
+def _kv_handle(message: disaggregation_pb2.KvHandle) -> KVHandle:
     return KVHandle(
         connector=message.connector,
         engine_id=message.engine_id,

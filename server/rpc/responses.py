@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from protos.outrider.v1 import disaggregation_pb2, logprobs_pb2
 from protos.outrider.v1 import inference_pb2 as pb
 from server.engine.protocol import (
     Delta,
@@ -135,8 +136,8 @@ def statistics_to_proto(statistics: EngineStatistics) -> pb.GetStatsResponse:
     )
 
 
-def _choice_state(state: ChoiceState) -> pb.ChoiceState:
-    return pb.ChoiceState(
+def _choice_state(state: ChoiceState) -> disaggregation_pb2.ChoiceState:
+    return disaggregation_pb2.ChoiceState(
         token_ids=state.token_ids,
         key=state.key,
         delivered_tokens=state.num_delivered_tokens,
@@ -144,8 +145,10 @@ def _choice_state(state: ChoiceState) -> pb.ChoiceState:
     )
 
 
-def _kv_handle(handle: KVHandle) -> pb.KvHandle:
-    return pb.KvHandle(**{field.name: getattr(handle, field.name) for field in pb.KvHandle.DESCRIPTOR.fields})
+def _kv_handle(handle: KVHandle) -> disaggregation_pb2.KvHandle:
+    return disaggregation_pb2.KvHandle(
+        **{field.name: getattr(handle, field.name) for field in disaggregation_pb2.KvHandle.DESCRIPTOR.fields}
+    )
 
 
 def _delta(
@@ -160,17 +163,17 @@ def _delta(
     )
 
 
-def _positions(positions: Iterable[PositionLogprobs], token_text: TokenText) -> list[pb.PositionLogprobs]:
+def _positions(positions: Iterable[PositionLogprobs], token_text: TokenText) -> list[logprobs_pb2.PositionLogprobs]:
     return [
-        pb.PositionLogprobs(
+        logprobs_pb2.PositionLogprobs(
             chosen=_token(position.chosen, token_text), top=[_token(token, token_text) for token in position.top]
         )
         for position in positions
     ]
 
 
-def _token(token: TokenLogprob, token_text: TokenText) -> pb.TokenLogprob:
-    return pb.TokenLogprob(
+def _token(token: TokenLogprob, token_text: TokenText) -> logprobs_pb2.TokenLogprob:
+    return logprobs_pb2.TokenLogprob(
         token_id=token.token_id, logprob=token.logprob, rank=token.rank, text=token_text(token.token_id)
     )
 

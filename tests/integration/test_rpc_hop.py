@@ -7,6 +7,7 @@ import pytest
 
 from clients.channel import CHANNEL_OPTIONS
 from clients.errors import InvalidRequestError, OutriderClientError, WrongRoleError, error_from_rpc
+from protos.outrider.v1 import disaggregation_pb2
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
 from server.engine.protocol import Finished, FinishReason, SpeculationStats, Started, StreamEvent, Timing
@@ -60,7 +61,7 @@ async def test_a_request_is_handed_on_and_gone_on_with(role: Role, tokenizer: To
     choices = [end.finished.handed_on for end in ends]
 
     engine = ScriptedEngine(tiny_model_info())
-    continuation = pb.Continuation(choices=choices, source=ends[0].finished.source)
+    continuation = disaggregation_pb2.Continuation(choices=choices, source=ends[0].finished.source)
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt),
         continuation=continuation,
@@ -77,7 +78,8 @@ async def test_a_request_is_handed_on_and_gone_on_with(role: Role, tokenizer: To
 async def test_each_role_does_its_part_alone(tokenizer: Tokenizer) -> None:
     begins = pb.GenerateRequest(token_ids=PROMPT, hand_on=True)
     goes_on = pb.GenerateRequest(
-        token_ids=PROMPT, continuation=pb.Continuation(choices=[pb.ChoiceState(token_ids=[70])])
+        token_ids=PROMPT,
+        continuation=disaggregation_pb2.Continuation(choices=[disaggregation_pb2.ChoiceState(token_ids=[70])]),
     )
     engine = ScriptedEngine(tiny_model_info())
     async with running_front(engine, tokenizer, role="decode") as front:

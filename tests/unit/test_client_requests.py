@@ -9,6 +9,7 @@ from clients.outputs import OutputBuilder
 from clients.requests import GenerateOptions, SamplingOptions, generate_request, tokenize_request
 from clients.retry import RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
+from protos.outrider.v1.logprobs_pb2 import PositionLogprobs, TokenLogprob
 
 
 def test_every_sampling_parameter_is_an_option() -> None:
@@ -140,7 +141,7 @@ def test_tokenize_takes_one_prompt() -> None:
 
 def test_outputs_join_by_choice() -> None:
     builder = OutputBuilder()
-    position = pb.PositionLogprobs(chosen=pb.TokenLogprob(token_id=4, logprob=-1.0, rank=2, text="x"))
+    position = PositionLogprobs(chosen=TokenLogprob(token_id=4, logprob=-1.0, rank=2, text="x"))
     for message in (
         pb.GenerateResponse(started=pb.Started(request_id="r", prompt_tokens=3, cached_tokens=2)),
         pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(positions=[position])),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from protos.outrider.v1 import disaggregation_pb2, logprobs_pb2
 from protos.outrider.v1 import inference_pb2 as pb
 from server.engine.protocol import Finished, FinishReason, SpeculationStats, Timing
 from server.errors import InvalidRequest
@@ -220,21 +221,27 @@ def test_what_is_handed_on_comes_back_as_it_was() -> None:
         Finished(0, FinishReason.HANDED_ON, None, 40, 2, 0, Timing(), SpeculationStats(), state, source)
     ).finished
     assert response.finish_reason == pb.FINISH_REASON_HANDED_ON
-    continuation = pb.Continuation(choices=[pb.ChoiceState(ended=True), response.handed_on], source=response.source)
+    continuation = disaggregation_pb2.Continuation(
+        choices=[disaggregation_pb2.ChoiceState(ended=True), response.handed_on], source=response.source
+    )
     request = pb.GenerateRequest(continuation=continuation)
     assert continuation_from_proto(request) == Continuation((None, state), source)
 
 
 def test_without_a_source_nothing_is_held() -> None:
     assert continuation_from_proto(pb.GenerateRequest()) is None
-    request = pb.GenerateRequest(continuation=pb.Continuation(choices=[pb.ChoiceState(token_ids=[5])]))
+    request = pb.GenerateRequest(
+        continuation=disaggregation_pb2.Continuation(choices=[disaggregation_pb2.ChoiceState(token_ids=[5])])
+    )
     assert continuation_from_proto(request) == Continuation((ChoiceState((5,), None),), None)
 
 
 def test_lists_that_no_node_makes_are_refused_before_they_are_copied() -> None:
-    choices = pb.Continuation(choices=[pb.ChoiceState(token_ids=[5])] * 65)
+    choices = disaggregation_pb2.Continuation(choices=[disaggregation_pb2.ChoiceState(token_ids=[5])] * 65)
     with pytest.raises(InvalidRequest, match=r"continuation\.choices: at most 64, got 65"):
         continuation_from_proto(pb.GenerateRequest(continuation=choices))
-    likeliest = pb.ChoiceState(token_ids=[5], logprobs=[pb.PositionLogprobs(top=[pb.TokenLogprob()] * 65)])
+    likeliest = disaggregation_pb2.ChoiceState(
+        token_ids=[5], logprobs=[logprobs_pb2.PositionLogprobs(top=[logprobs_pb2.TokenLogprob()] * 65)]
+    )
     with pytest.raises(InvalidRequest, match=r"continuation.choices\[0\].logprobs\[0\].top: at most 64"):
-        continuation_from_proto(pb.GenerateRequest(continuation=pb.Continuation(choices=[likeliest])))
+        continuation_from_proto(pb.GenerateRequest(continuation=disaggregation_pb2.Continuation(choices=[likeliest])))

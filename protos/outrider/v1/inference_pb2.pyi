@@ -1,3 +1,5 @@
+from protos.outrider.v1 import disaggregation_pb2 as _disaggregation_pb2
+from protos.outrider.v1 import logprobs_pb2 as _logprobs_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -149,52 +151,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     request_id: str
     hand_on: bool
-    continuation: Continuation
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., hand_on: _Optional[bool] = ..., continuation: _Optional[_Union[Continuation, _Mapping]] = ...) -> None: ...
-
-class KvHandle(_message.Message):
-    __slots__ = ("connector", "engine_id", "address", "lease_id", "num_tokens", "block_ids", "block_size", "fingerprint", "description")
-    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
-    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    connector: str
-    engine_id: str
-    address: str
-    lease_id: str
-    num_tokens: int
-    block_ids: _containers.RepeatedScalarFieldContainer[int]
-    block_size: int
-    fingerprint: str
-    description: str
-    def __init__(self, connector: _Optional[str] = ..., engine_id: _Optional[str] = ..., address: _Optional[str] = ..., lease_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., fingerprint: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
-
-class ChoiceState(_message.Message):
-    __slots__ = ("token_ids", "key", "delivered_tokens", "logprobs", "ended")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    DELIVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    key: int
-    delivered_tokens: int
-    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    ended: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., key: _Optional[int] = ..., delivered_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ..., ended: _Optional[bool] = ...) -> None: ...
-
-class Continuation(_message.Message):
-    __slots__ = ("choices", "source")
-    CHOICES_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    choices: _containers.RepeatedCompositeFieldContainer[ChoiceState]
-    source: KvHandle
-    def __init__(self, choices: _Optional[_Iterable[_Union[ChoiceState, _Mapping]]] = ..., source: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+    continuation: _disaggregation_pb2.Continuation
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationOptions, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., request_id: _Optional[str] = ..., hand_on: _Optional[bool] = ..., continuation: _Optional[_Union[_disaggregation_pb2.Continuation, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "prompt_logprobs", "delta", "finished")
@@ -220,31 +178,11 @@ class Started(_message.Message):
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class TokenLogprob(_message.Message):
-    __slots__ = ("token_id", "logprob", "rank", "text")
-    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    LOGPROB_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprob: float
-    rank: int
-    text: str
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
-
-class PositionLogprobs(_message.Message):
-    __slots__ = ("chosen", "top")
-    CHOSEN_FIELD_NUMBER: _ClassVar[int]
-    TOP_FIELD_NUMBER: _ClassVar[int]
-    chosen: TokenLogprob
-    top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
-
 class PromptLogprobs(_message.Message):
     __slots__ = ("positions",)
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    positions: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    def __init__(self, positions: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    positions: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.PositionLogprobs]
+    def __init__(self, positions: _Optional[_Iterable[_Union[_logprobs_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs")
@@ -255,8 +193,8 @@ class Delta(_message.Message):
     index: int
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
-    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[_logprobs_pb2.PositionLogprobs]
+    def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_logprobs_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -324,9 +262,9 @@ class Finished(_message.Message):
     usage: Usage
     timing: Timing
     speculation: SpeculationStats
-    handed_on: ChoiceState
-    source: KvHandle
-    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., handed_on: _Optional[_Union[ChoiceState, _Mapping]] = ..., source: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+    handed_on: _disaggregation_pb2.ChoiceState
+    source: _disaggregation_pb2.KvHandle
+    def __init__(self, index: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., stop_string: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., handed_on: _Optional[_Union[_disaggregation_pb2.ChoiceState, _Mapping]] = ..., source: _Optional[_Union[_disaggregation_pb2.KvHandle, _Mapping]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
