@@ -3,7 +3,9 @@
 import os
 
 DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
-"""cpu or cuda, as `--device` takes it; read before settings from outside are cleared."""
+"""As `--device` takes it; read before settings from outside are cleared."""
+PREFILL_DEVICE = os.environ.get("OUTRIDER_TEST_PREFILL_DEVICE", DEVICE)
+"""That of server processes that hand on, where it is another one."""
 
 
 def few_batch_sizes(max_num_seqs: int) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from clients.errors import DeadlineExceededError
 from clients.sync import Client
 from server.commands.bench_disaggregated_process import free_port, module_command
+from tests.fakes.device import DEVICE, PREFILL_DEVICE
 from tests.fakes.served_model import SETTINGS
 
 START_TIMEOUT_S = 900.0
@@ -38,7 +39,9 @@ class ServerProcess:
         self.target = f"127.0.0.1:{port}"
         self._log = folder / "log"
         path = folder / "settings.yaml"
-        values = {**SETTINGS, "speculative_config": None, **settings, "host": "127.0.0.1", "port": port}
+        device = PREFILL_DEVICE if settings.get("role") == "prefill" else DEVICE
+        ours = {"device": device, "speculative_config": None}
+        values = {**SETTINGS, **ours, **settings, "host": "127.0.0.1", "port": port}
         path.write_text(json.dumps(values, default=str), encoding="utf-8")  # JSON is YAML
         command, self._environment = module_command("server", "serve", "--config", str(path))
         self._command = [*wrapper, *command]
