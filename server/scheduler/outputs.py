@@ -6,6 +6,7 @@ from typing import NamedTuple
 from server.engine.protocol import FinishReason, PositionLogprobs
 from server.kv_handle import ChoiceState, KVHandle
 from server.request import Request
+from server.scheduler.sequence import Sequence
 from server.scheduler.statistics import StepTime
 
 
@@ -51,6 +52,18 @@ class SequenceOutput(NamedTuple):
     transfer_s: float = 0.0
     failure: Failure | None = None
     error: str = ""
+
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> "SequenceOutput":
+        """What is known of a choice, without news."""
+        return cls(
+            sequence.request,
+            sequence.choice,
+            sequence.scheduled_s,
+            now,
+            sequence.num_cached_tokens,
+            transfer_s=sequence.transfer_s,
+        )
 
     @property
     def request_id(self) -> str:

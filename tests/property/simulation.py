@@ -260,7 +260,7 @@ class Simulation:
 
     def _first(self) -> Sequence | None:
         """The sequence that goes before all others."""
-        return min(self.scheduler._by_id.values(), key=lambda sequence: sequence.order, default=None)
+        return min(self.scheduler._live.by_id.values(), key=lambda sequence: sequence.order, default=None)
 
     def _check_progress(self, first: Sequence | None, plan: StepPlan | None) -> None:
         """The first sequence advances: soon if it has a seat, else once those that have one end."""
@@ -279,7 +279,7 @@ class Simulation:
             assert self.num_stalled <= self.max_stalled_steps, f"sequence {first.seq_id} starves"
 
     def _check_in_flight(self, in_flight: dict[int, int]) -> None:
-        for sequence in self.scheduler._by_id.values():
+        for sequence in self.scheduler._live.by_id.values():
             if sequence.seq_id in in_flight:
                 assert sequence.epoch == in_flight[sequence.seq_id], "a sequence in flight was preempted"
                 assert sequence.slot is not None
@@ -297,12 +297,12 @@ class Simulation:
             assert 0 <= row.num_drafts <= self.max_drafts
             assert row.num_query >= 1 + row.num_drafts
             assert not threshold or row.num_query - row.num_drafts <= threshold
-            request = self.scheduler._by_id[row.seq_id].request
+            request = self.scheduler._live.by_id[row.seq_id].request
             assert request.deadline_s is None or request.deadline_s > now_s, "an expired request runs"
         seq_ids = {row.slot: row.seq_id for row in plan.rows}
         for start in plan.starts:
             assert start.num_computed < len(start.token_ids)
-            choice = self.live[start.request.request_id][self.scheduler._by_id[seq_ids[start.slot]].choice]
+            choice = self.live[start.request.request_id][self.scheduler._live.by_id[seq_ids[start.slot]].choice]
             if choice.num_cached is None:
                 choice.num_cached = start.num_computed
                 if choice.index == 0 and not self._may_have_hits(start.request):

@@ -41,7 +41,7 @@ class Saving:
         prompt = tuple((ord(name[0]) + i) % 40 for i in range(num_tokens))
         values = {"max_tokens": 1, **settings}
         self.scheduler.add(replace(make_request(name, prompt, **values), hands_on=values["max_tokens"] > 1))
-        while self.scheduler._by_id:
+        while self.scheduler._live.by_id:
             self.step()
         self.step()
 
@@ -209,7 +209,7 @@ def test_a_sequence_is_preempted_while_its_blocks_are_being_saved() -> None:
     for name in "ab":
         prompt = tuple((ord(name) + i) % 40 for i in range(9))
         saving.scheduler.add(make_request(name, prompt, max_tokens=15, stop_token_ids=()))
-    while saving.scheduler._by_id:
+    while saving.scheduler._live.by_id:
         saving.step()
         if len(saving.connector.saves) > 1:
             saving.end_saves(1)
@@ -242,7 +242,7 @@ def test_what_generated_tokens_fill_is_not_announced() -> None:
     """Nor what drafts do, which may be wrong."""
     saving = Saving(wants_announcements=True, num_blocks=32, max_drafts=3)
     saving.scheduler.add(make_request("a", range(10), max_tokens=15, stop_token_ids=()))
-    while saving.scheduler._by_id:
+    while saving.scheduler._live.by_id:
         saving.step()
     saving.step()
     assert len(saving.connector.announced) == 2
