@@ -163,9 +163,7 @@ class DisaggregatedGeneration(AsyncStream):
 
     async def _recover(self, error: OutriderClientError) -> None:
         """Have another node do what this one did not. Raises: the error, where that is not possible."""
-        is_loss = isinstance(error, UnavailableError) or (
-            isinstance(error, CancelledCallError) and not self._is_cancelled  # it is stopping, and waits no longer
-        )
+        is_loss = isinstance(error, UnavailableError)
         if is_loss:
             self._node.is_up = False
         if self._has_output and is_loss and self._progress.can_go_on:

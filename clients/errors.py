@@ -7,7 +7,7 @@ OutriderClientError           base; `code` is the gRPC status code
 ├── OverloadedError           try again after `retry_after_s`
 ├── MessageTooLargeError      a message is over the server's or the client's limit
 ├── DeadlineExceededError     `timeout_s` passed
-├── CancelledCallError        the call was cancelled
+├── CancelledCallError        the call was cancelled by this client
 ├── UnavailableError          no server answers there, or it is stopping
 ├── RequestFailedError        the server broke on this request; quote `error_id` to its operator
 └── UnexpectedStatusError     any other status
@@ -22,6 +22,8 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_OWN_CANCELLATIONS = ("Locally cancelled by application!", "Channel closed!")
+"""Parts of what blocking calls say that this side cancelled; asyncio ones raise asyncio.CancelledError there."""
 _Detail = TypeVar("_Detail", bound=Message)
 
 
@@ -74,11 +76,15 @@ class DeadlineExceededError(OutriderClientError):
 
 
 class CancelledCallError(OutriderClientError):
-    """The call was cancelled, here or by the server."""
+    """The call was cancelled here: left, cancelled, or its client closed."""
 
 
 class UnavailableError(OutriderClientError):
-    """No server could be reached, or it is stopping or must be restarted."""
+    """No server could be reached, or it is stopping or must be restarted.
+
+    A server that stops while a call is on its way to it may end that call with CANCELLED, before any code of its own
+    sees it; its `code` is CANCELLED then. Calls that this client cancelled are CancelledCallError.
+    """
 
 
 class RequestFailedError(OutriderClientError):
@@ -117,6 +123,8 @@ def error_from_rpc(error: grpc.RpcError) -> OutriderClientError:
         case grpc.StatusCode.INTERNAL:
             info = _detail(details, error_details_pb2.ErrorInfo())
             return RequestFailedError(message, code, "" if info is None else info.metadata["error_id"])
+        case grpc.StatusCode.CANCELLED if not any(own in message for own in _OWN_CANCELLATIONS):
+            return UnavailableError(f"the server ended the call: {message or 'no reason given'}", code)
     kind = _PLAIN.get(code)
     return UnexpectedStatusError(f"{code.name}: {message}", code) if kind is None else kind(message, code)
 

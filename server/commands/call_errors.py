@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from clients.errors import CancelledCallError, DeadlineExceededError, OutriderClientError, UnavailableError
+from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError
 from server.errors import OutriderError
 
 _START = "start one with `outrider serve`"
@@ -35,6 +35,4 @@ def explain(error: OutriderClientError, timeout_s: float | None, remedy: str = _
             return f"cannot connect ({reason}); is a server running there? {remedy}"
         case UnavailableError():
             return f"the server shut down or was lost before the answer ended ({text})"
-        case CancelledCallError():
-            return "the server shut down before the answer ended"
     return text

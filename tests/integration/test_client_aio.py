@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from clients.aio import AsyncClient
@@ -19,9 +20,11 @@ from server.errors import EngineDead, Overloaded
 from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
-from tests.fakes.front import Front, running_front, tiny_model_info
+from tests.fakes.front import NO_RETRY, Front, running_front, tiny_model_info
 from tests.fakes.scripted_engine import ScriptedEngine, echo, finished
+from tests.fakes.scripted_server import ScriptedServer, running_script
 
+CANCELLED = grpc.StatusCode.CANCELLED
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
 
 
@@ -160,6 +163,17 @@ async def test_a_deadline_bounds_all_attempts(client: AsyncClient, engine: Scrip
     with pytest.raises(OverloadedError):
         await client.generate("hi", timeout_s=1)
     assert script.num_calls == 1
+
+
+async def test_a_call_that_the_server_cancels_is_one_for_another_attempt() -> None:
+    """What gRPC makes of a call that comes while the server stops, and may be CANCELLED."""
+    async with running_script(ScriptedServer(refusals={0: CANCELLED, 2: CANCELLED})) as script:
+        async with AsyncClient(script.address, retry=QUICK) as client:
+            assert await client.generate("hi").text() == "xxx"
+        async with AsyncClient(script.address, retry=NO_RETRY) as client:
+            with pytest.raises(UnavailableError, match="the server ended the call: refused by the script") as caught:
+                await client.generate("hi")
+    assert caught.value.code == CANCELLED
 
 
 async def test_no_server_is_unavailable(unused_tcp_port: int) -> None:

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from clients.errors import (
+    CancelledCallError,
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
@@ -17,9 +19,11 @@ from server.engine.protocol import Delta, StreamEvent
 from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.eventually import eventually
-from tests.fakes.front import Front, running_front, tiny_model_info
+from tests.fakes.front import NO_RETRY, Front, running_front, tiny_model_info
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_server import ScriptedServer, running_script
 
+CANCELLED = grpc.StatusCode.CANCELLED
 QUICK = RetryPolicy(max_attempts=2, initial_backoff_s=0.01)
 
 
@@ -95,6 +99,40 @@ async def test_leaving_in_every_way_ends_the_request(front: Front, engine: Scrip
     await eventually(lambda: len(front.calls()) == 3)
     assert {call.status for call in front.calls()} == {"CANCELLED"}
     assert not engine.live
+
+
+async def test_only_what_the_caller_cancels_is_cancelled(front: Front, engine: ScriptedEngine) -> None:
+    def use() -> None:
+        client = Client(front.target)
+        left = client.generate("hi")
+        deltas = iter(left)
+        next(deltas)
+        left.cancel()
+        with pytest.raises(CancelledCallError):
+            next(deltas)
+        deltas = iter(client.generate("hi"))
+        next(deltas)
+        client.close()
+        with pytest.raises(CancelledCallError):
+            next(deltas)
+
+    engine.script = endless
+    await asyncio.to_thread(use)
+
+
+async def test_a_call_that_the_server_cancels_is_one_for_another_attempt() -> None:
+    """What gRPC makes of a call that comes while the server stops, and may be CANCELLED."""
+
+    def use() -> None:
+        with Client(script.address, retry=QUICK) as client:
+            assert client.generate("hi").text() == "xxx"
+        with Client(script.address, retry=NO_RETRY) as client:
+            with pytest.raises(UnavailableError, match="the server ended the call: refused by the script") as caught:
+                client.generate("hi").text()
+            assert caught.value.code == CANCELLED
+
+    async with running_script(ScriptedServer(refusals={0: CANCELLED, 2: CANCELLED})) as script:
+        await asyncio.to_thread(use)
 
 
 def test_no_server_is_unavailable(unused_tcp_port: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from clients.errors import CancelledCallError, UnavailableError
+from clients.errors import UnavailableError
 from clients.requests import SamplingOptions
 from server import cli
 from server.commands.call_errors import explain
@@ -369,8 +369,6 @@ async def test_a_server_lost_within_an_answer_is_one_line(command: tuple[str, ..
 def test_a_lost_server_is_named_as_such() -> None:
     lost = UnavailableError("Socket closed", grpc.StatusCode.UNAVAILABLE)
     assert explain(lost, 1) == "the server shut down or was lost before the answer ended (Socket closed)"
-    ended = CancelledCallError("Cancelled", grpc.StatusCode.CANCELLED)
-    assert explain(ended, None) == "the server shut down before the answer ended"
 
 
 async def test_an_interrupt_ends_the_request(front: Front, engine: ScriptedEngine) -> None:
