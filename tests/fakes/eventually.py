@@ -7,7 +7,7 @@ from clients.aio import AsyncClient
 from protos.outrider.v1 import inference_pb2 as pb
 
 
-async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
     """Let the loop run until `condition` holds. Raises: TimeoutError."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - nobody could set the event
@@ -15,7 +15,7 @@ async def eventually(condition: Callable[[], bool], *, timeout_s: float = 10.0) 
 
 
 async def eventually_stats(
-    client: AsyncClient, condition: Callable[[pb.GetStatsResponse], bool], *, timeout_s: float = 10.0
+    client: AsyncClient, condition: Callable[[pb.GetStatsResponse], bool], *, timeout_s: float = 30.0
 ) -> None:
     """Ask the server until its statistics fulfil `condition`. Raises: TimeoutError."""
     async with asyncio.timeout(timeout_s):
