@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from proposers.base import HostProposer, Proposer
-from server.compose import Core, build_core, build_proposers
+from server.compose import Core, build_core
+from server.composition.proposers import build_proposers
 from server.config import Config
 from server.engine.protocol import (
     Delta,
@@ -225,7 +226,7 @@ def engine_on(
     build = (lambda *_: [proposer]) if proposer else build_proposers
     with (
         patch("server.compose.build_proposers", build),
-        patch("server.compose.cpu_count", lambda: num_threads),
+        patch("server.composition.target.cpu_count", lambda: num_threads),
         patch("server.compose.batch_sizes", few_batch_sizes),
     ):
         engine = EngineUnderTest(build_core(config))

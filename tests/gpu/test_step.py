@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from server.compose import build_proposers
+from server.composition.proposers import build_proposers
 from server.config import Config
 from server.plan import StepPlan
 from server.request import Request, SamplingParams

@@ -27,7 +27,7 @@ def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> LoadedModel:
         pytest.fail("weights are loaded")
 
-    for user in ("server.compose", "proposers.draft_model"):
+    for user in ("server.composition.target", "proposers.draft_model"):
         monkeypatch.setattr(f"{user}.load_files", load)
 
 

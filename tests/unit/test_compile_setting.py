@@ -29,7 +29,7 @@ def test_waiting_for_what_is_not_compiled(
 ) -> None:
     config = Config.from_kwargs(model="/no/such/model", **settings)
     chosen = (torch.device(device), "by the test")
-    with patch("server.compose.choose_device", lambda _: chosen), pytest.raises(ModelError):
+    with patch("server.composition.target.choose_device", lambda _: chosen), pytest.raises(ModelError):
         build_core(config)
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     words = "the decoder layers are not compiled, although compile is wait: "
@@ -39,6 +39,6 @@ def test_waiting_for_what_is_not_compiled(
 def test_waiting_without_the_operators_that_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"device": "cpu", "kv_cache_memory_bytes": 4 << 20, "compile": "wait"}
     config = Config.from_kwargs(model=str(build_tiny_model(tmp_path)), **settings)
-    with patch("server.compose.can_pack", lambda _: False):
+    with patch("server.composition.target.can_pack", lambda _: False):
         build_core(config)
     assert "not compiled, although compile is wait: the C++ operators are missing" in caplog.text

@@ -65,6 +65,10 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "server.kernels.huge_pages",  # where blocks are that a benchmark moves
     ),
     "server.compose": EVERYTHING,
+    "server.composition": (
+        *("proposers.draft_model", "proposers.drafting", "proposers.network"),
+        *("server.kernels", "server.model", "server.worker"),
+    ),
     "server.continuation_check": (),
     "server.engine": ("server.scheduler",),
     "server.guidance": ("server.tokenizer",),
