@@ -12,6 +12,8 @@ from connectors.tcp.messages import ALIGNMENT, HEADER, Message, pack, padded, un
 
 TICK_S = 0.1
 _TICK = struct.pack("@ll", 0, int(TICK_S * 1e6))  # a timeval
+WAKE_NBYTES = 1 << 20
+"""Of what is longer, a reader wakes for no less than this at a time, but for its last part."""
 
 
 class ConnectionLost(ConnectionError):
@@ -58,18 +60,29 @@ class Connection:
         while left:
             self._check_time(until_s)
             with contextlib.suppress(BlockingIOError):
-                _advance(left, self._socket.sendmsg(left))
+                _take(left, self._socket.sendmsg(left))
 
     def receive_into(self, buffers: Sequence[memoryview | bytearray], *, until_s: float) -> None:
-        """Fill buffers. Raises: OSError."""
-        left = [memoryview(buffer) for buffer in buffers]
+        """Fill buffers. Raises: OSError.
+
+        Without being told, the system wakes who waits for every packet, and it is the sender's core that does so.
+        """
+        last = [memoryview(buffer) for buffer in buffers]
+        first = _take(last, sum(buffer.nbytes for buffer in last) - WAKE_NBYTES)
+        if first:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, WAKE_NBYTES)
+            self._fill(first, until_s)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)  # or what is less would not wake it
+        self._fill(last, until_s)
+
+    def _fill(self, left: list[memoryview], until_s: float) -> None:
         while left:
             self._check_time(until_s)
             with contextlib.suppress(BlockingIOError):
                 count = self._socket.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
                 if not count:
                     raise ConnectionLost("the other side has closed the connection")
-                _advance(left, count)
+                _take(left, count)
 
     def receive(self, *, until_s: float) -> Message:
         """The next message, which is on its way. Raises: OSError, ProtocolError."""
@@ -110,14 +123,16 @@ class Connection:
             self._socket.close()
 
 
-def _advance(buffers: list[memoryview], count: int) -> None:
-    """Drop so many bytes from the front."""
-    num_done = 0
+def _take(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """Take so many bytes from the front; none if that is negative."""
+    taken = []
     for buffer in buffers:
         if count < buffer.nbytes:
             break
         count -= buffer.nbytes
-        num_done += 1
-    del buffers[:num_done]
-    if count:
+        taken.append(buffer)
+    del buffers[: len(taken)]
+    if count > 0:
+        taken.append(buffers[0][:count])
         buffers[0] = buffers[0][count:]
+    return taken
