@@ -12,6 +12,7 @@ from clients.aio import AsyncClient
 from clients.outputs import GenerationOutput
 from tests.fakes.engine_under_test import ngram
 from tests.fakes.hop import SAMPLINGS, full_tokens, hop_between, ids
+from tests.fakes.hop_connectors import CONNECTORS, kv_transfer
 from tests.fakes.server_process import ServerProcess, server_processes
 from tests.tiny_heads import build_tiny_eagle3
 from tests.tiny_model import build_tiny_model
@@ -36,16 +37,17 @@ def speculative(method: str, target: Path, head: Path) -> dict[str, Any] | None:
     return {"method": method, "model": str(model), "num_speculative_tokens": K, "policy": "fixed"}
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+@pytest.fixture(scope="module", params=CONNECTORS)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A prefill node and a decode node of each method."""
     folder = tmp_path_factory.mktemp("hop-drafts")
+    transfer = kv_transfer(request, folder)
     target, head = build_tiny_model(folder / "target"), build_tiny_eagle3(folder / "head")
     settings = {
         f"{role} {method}": {
             "model": target,
             "role": role,
-            "kv_transfer_config": {"kv_connector": "tcp"},
+            "kv_transfer_config": transfer,
             "speculative_config": speculative(method, target, head),
         }
         for role in ("prefill", "decode")
