@@ -4,8 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.fakes.device import DEVICE
+
+# The same examples in each run, however slow or busy the machine is.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 if not Path("/dev/nvidiactl").exists():
     # Kernels are interpreted on the CPU. Triton reads this as it is imported, by whichever test comes first.

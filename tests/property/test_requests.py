@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos.outrider.v1 import inference_pb2 as pb
@@ -110,7 +110,7 @@ def check_fits(request: Request) -> None:
     assert all(math.isfinite(value) for value in (*floats, *sampling.logit_bias.values()))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400)
 @given(prompt=prompts, sampling=samplings, speculation=speculations)
 def test_requests_fit_or_are_refused_by_field(
     preprocessor: Preprocessor, prompt: dict[str, Any], sampling: pb.SamplingParams, speculation: pb.SpeculationOptions
@@ -122,7 +122,7 @@ def test_requests_fit_or_are_refused_by_field(
         check_fits(result)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(prompt=prompts)
 def test_valid_parameters_leave_only_the_prompt_to_refuse(preprocessor: Preprocessor, prompt: dict[str, Any]) -> None:
     """Most of the other test's examples are refused for their parameters; here the prompt decides."""

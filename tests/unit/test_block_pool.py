@@ -154,5 +154,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(self.pool.lookup(digest) == block_id for digest, block_id in self.content.items())
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase

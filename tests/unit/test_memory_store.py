@@ -69,7 +69,7 @@ class AgainstAList(RuleBasedStateMachine):
 
 
 TestAgainstAList = AgainstAList.TestCase
-TestAgainstAList.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstAList.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_threads_keep_to_the_budget() -> None:

@@ -52,7 +52,7 @@ def joined(pieces: list[Piece]) -> Piece:
     min_tokens=st.integers(0, 6),
     num_replayed=st.sampled_from([8, 64]),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_number_of_hops_changes_nothing(
     decoder: Decoder,
     text: str,
