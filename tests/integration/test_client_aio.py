@@ -139,8 +139,9 @@ async def test_leaving_in_every_way_ends_the_request(client: AsyncClient, front:
 
     async def leave_by_timeout_scope() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await client.generate("hi")
+            async with asyncio.timeout(None) as scope:
+                async for _ in client.generate("hi"):
+                    scope.reschedule(asyncio.get_running_loop().time())
 
     ways = (
         leave_by_break,
@@ -159,9 +160,9 @@ async def test_leaving_in_every_way_ends_the_request(client: AsyncClient, front:
 async def test_a_deadline_bounds_all_attempts(client: AsyncClient, engine: ScriptedEngine) -> None:
     with pytest.raises(DeadlineExceededError):
         await client.generate("hi", timeout_s=0.1)
-    engine.script = script = Failing(Overloaded("full", retry_after_s=2), 9)
+    engine.script = script = Failing(Overloaded("full", retry_after_s=4.9), 9)
     with pytest.raises(OverloadedError):
-        await client.generate("hi", timeout_s=1)
+        await client.generate("hi", timeout_s=4.8)
     assert script.num_calls == 1
 
 
@@ -182,15 +183,15 @@ async def test_no_server_is_unavailable(unused_tcp_port: int) -> None:
             await client.generate("hi")
         with pytest.raises(UnavailableError):
             await client.stats()
-        with pytest.raises(DeadlineExceededError, match=rf"{unused_tcp_port} was not ready within 0.3 s: .*refused"):
-            await client.wait_ready(timeout_s=0.3)
+        with pytest.raises(DeadlineExceededError, match=rf"{unused_tcp_port} was not ready within 2 s: .*refused"):
+            await client.wait_ready(timeout_s=2)
 
 
 async def test_wait_ready_waits_for_a_server_to_come(
     engine: ScriptedEngine, tokenizer: Tokenizer, unused_tcp_port: int
 ) -> None:
     async with AsyncClient(f"127.0.0.1:{unused_tcp_port}") as client:
-        waiting = asyncio.create_task(client.wait_ready(timeout_s=10))
+        waiting = asyncio.create_task(client.wait_ready(timeout_s=60))
         with pytest.raises(UnavailableError):
             await client.stats()
         async with running_front(engine, tokenizer, port=unused_tcp_port):
