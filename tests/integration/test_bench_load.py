@@ -40,15 +40,16 @@ async def test_every_request_is_counted_once_and_warmups_never() -> None:
 
 
 async def test_closed_loop_keeps_its_number_of_calls() -> None:
-    async with running_script(ScriptedServer(bursts=(1,) * 5, pause_s=0.002)) as script:
-        result = await bench(script, Load(num_prompts=30, max_concurrency=4))
-    assert result.measurements.num_completed == 30
+    four_are_live = asyncio.Barrier(4)
+    async with running_script(ScriptedServer(hold=four_are_live.wait)) as script, asyncio.timeout(60):
+        result = await bench(script, Load(num_prompts=32, max_concurrency=4))
+    assert result.measurements.num_completed == 32
     assert script.most_live == 4
 
 
 async def test_open_loop_does_not_wait_for_answers() -> None:
     all_are_live = asyncio.Barrier(10)
-    async with running_script(ScriptedServer(hold=all_are_live.wait)) as script, asyncio.timeout(10):
+    async with running_script(ScriptedServer(hold=all_are_live.wait)) as script, asyncio.timeout(60):
         result = await bench(script, Load(num_prompts=10, request_rate=2000.0))
     assert result.measurements.num_completed == 10
 

@@ -138,10 +138,15 @@ async def test_leaving_in_every_way_ends_the_request(client: AsyncClient, front:
             await task
 
     async def leave_by_timeout_scope() -> None:
+        scope = asyncio.timeout(None)
+
+        async def read() -> None:
+            async for _ in client.generate("hi"):
+                scope.reschedule(asyncio.get_running_loop().time())
+
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(None) as scope:
-                async for _ in client.generate("hi"):
-                    scope.reschedule(asyncio.get_running_loop().time())
+            async with scope:
+                await read()
 
     ways = (
         leave_by_break,

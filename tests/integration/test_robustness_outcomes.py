@@ -20,6 +20,7 @@ from clients.outputs import Choice, Delta
 from clients.requests import GenerateOptions
 from server.engine.detokenize import IncrementalDecoder
 from tests.fakes.eventually import eventually, eventually_stats
+from tests.fakes.slow_steps import slow_steps
 from tests.integration.real_server import BLOCK_SIZE, NGRAM, SLOW, RealServer, real_server
 from tests.tiny_model import build_tiny_model
 
@@ -92,15 +93,16 @@ async def test_what_can_never_fit_is_refused_with_both_numbers(server: RealServe
 
 
 async def test_a_full_queue_refuses_and_recovers(server: RealServer) -> None:
-    running = [await Running.begin(server.client, **LONG) for _ in range(2)]
-    waiting = [asyncio.ensure_future(server.client.generate("hi", max_tokens=2).text()) for _ in range(2)]
-    await eventually_stats(server.client, lambda stats: stats.num_waiting == 2)
-    for _ in range(20):
-        with pytest.raises(OverloadedError) as caught:
-            await server.client.generate("hi")
-        assert caught.value.retry_after_s > 0
-    for request in running:
-        request.generation.cancel()
+    with slow_steps():
+        running = [await Running.begin(server.client, **LONG) for _ in range(2)]
+        waiting = [asyncio.ensure_future(server.client.generate("hi", max_tokens=2).text()) for _ in range(2)]
+        await eventually_stats(server.client, lambda stats: stats.num_waiting == 2)
+        for _ in range(20):
+            with pytest.raises(OverloadedError) as caught:
+                await server.client.generate("hi")
+            assert caught.value.retry_after_s > 0
+        for request in running:
+            request.generation.cancel()
     await asyncio.gather(*waiting)
     await server.client.generate("hi", max_tokens=2)
     await server.settle()
@@ -109,19 +111,21 @@ async def test_a_full_queue_refuses_and_recovers(server: RealServer) -> None:
 async def test_a_duplicate_harms_nobody_and_its_id_comes_free(server: RealServer) -> None:
     alone = await server.client.generate(**LONG)
     for _ in range(2):
-        first = await Running.begin(server.client, **long(request_id="twin"))
-        for text in ("hi", f"{SLOW}hi"):
-            with pytest.raises(DuplicateRequestError):
-                await server.client.generate(text, request_id="twin")
+        with slow_steps():
+            first = await Running.begin(server.client, **long(request_id="twin"))
+            for text in ("hi", f"{SLOW}hi"):
+                with pytest.raises(DuplicateRequestError):
+                    await server.client.generate(text, request_id="twin")
         assert (await first.finish()).token_ids == alone.choices[0].token_ids
     await server.settle()
 
 
 async def test_abort_says_what_it_found_and_keeps_what_there_was(server: RealServer) -> None:
-    a, b = [await Running.begin(server.client, **long(request_id=name)) for name in ("a", "b")]
-    c = asyncio.ensure_future(server.client.generate(**long(request_id="c")).result())
-    await eventually_stats(server.client, lambda stats: stats.num_waiting == 1)
-    assert await server.client.abort("a", "nobody", "c") == {"a": True, "nobody": False, "c": True}
+    with slow_steps():
+        a, b = [await Running.begin(server.client, **long(request_id=name)) for name in ("a", "b")]
+        c = asyncio.ensure_future(server.client.generate(**long(request_id="c")).result())
+        await eventually_stats(server.client, lambda stats: stats.num_waiting == 1)
+        assert await server.client.abort("a", "nobody", "c") == {"a": True, "nobody": False, "c": True}
     choice = await a.finish()
     assert (choice.finished.finish_reason, choice.finished.stop_reason) == ("abort", None)
     assert choice.text == "".join(delta.text for delta in a.read)
@@ -137,12 +141,13 @@ async def test_abort_says_what_it_found_and_keeps_what_there_was(server: RealSer
 
 
 async def test_a_request_whose_deadline_passes_in_the_queue_is_never_started(server: RealServer) -> None:
-    running = [await Running.begin(server.client, **LONG) for _ in range(2)]
-    num_prompt_tokens = (await server.stats()).prompt_tokens
-    queued = server.client.generate(token_ids=[80] * 100, timeout_s=0.1)
-    with pytest.raises(DeadlineExceededError):
-        await queued
-    assert queued.started is None
+    with slow_steps():
+        running = [await Running.begin(server.client, **LONG) for _ in range(2)]
+        num_prompt_tokens = (await server.stats()).prompt_tokens
+        queued = server.client.generate(token_ids=[80] * 100, timeout_s=1.0)
+        with pytest.raises(DeadlineExceededError):
+            await queued
+        assert queued.started is None
     for request in running:
         assert (await request.finish()).finished.usage.completion_tokens == 300
     await server.settle()
@@ -150,8 +155,8 @@ async def test_a_request_whose_deadline_passes_in_the_queue_is_never_started(ser
 
 
 async def test_a_deadline_ends_a_running_request(server: RealServer) -> None:
-    running = server.client.generate(**LONG, timeout_s=0.3)
-    with pytest.raises(DeadlineExceededError):
+    running = server.client.generate(**LONG, timeout_s=1.0)
+    with slow_steps(), pytest.raises(DeadlineExceededError):
         await running
     assert running.started is not None
     await server.settle()
@@ -201,15 +206,15 @@ async def test_an_exception_while_detokenising_ends_its_request_alone(
 async def test_a_dead_engine_is_unavailable_to_all(
     server: RealServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = [await Running.begin(server.client, **long(request_id=str(i))) for i in range(2)]
-    queued = asyncio.ensure_future(server.client.generate(**LONG).result())
-    tokenising = asyncio.ensure_future(server.client.generate(f"{SLOW}hi").result())
-    await eventually(lambda: bool(server.tokenizer.begun))
-
     def bug() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(server.scheduler, "schedule", bug)
+    with slow_steps():
+        running = [await Running.begin(server.client, **long(request_id=str(i))) for i in range(2)]
+        queued = asyncio.ensure_future(server.client.generate(**LONG).result())
+        tokenising = asyncio.ensure_future(server.client.generate(f"{SLOW}hi").result())
+        await eventually(lambda: bool(server.tokenizer.begun))
+        monkeypatch.setattr(server.scheduler, "schedule", bug)
     for call in (*(request.finish() for request in running), queued, tokenising):
         with pytest.raises(UnavailableError, match="must be restarted"):
             await call

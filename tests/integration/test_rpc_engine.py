@@ -12,6 +12,7 @@ from clients.requests import GenerateOptions
 from tests.fakes.eventually import eventually, eventually_stats
 from tests.fakes.front import Front
 from tests.fakes.served_model import served_model
+from tests.fakes.slow_steps import slow_steps
 from tests.tiny_model import build_tiny_model
 
 PROMPT = "One two three four five, once I caught a fish alive; one two three four"
@@ -75,12 +76,13 @@ async def test_prompt_one_below_the_limit_yields_one_token(front: Front) -> None
 
 
 async def test_abort_and_duplicates_by_id(front: Front) -> None:
-    generation = front.client.generate(PROMPT, **long(request_id="mine", n=2))
-    deltas = aiter(generation)
-    await anext(deltas)
-    with pytest.raises(DuplicateRequestError):
-        await front.client.generate("hi", request_id="mine")
-    assert await front.client.abort("mine", "other") == {"mine": True, "other": False}
+    with slow_steps():
+        generation = front.client.generate(PROMPT, **long(request_id="mine", n=2))
+        deltas = aiter(generation)
+        await anext(deltas)
+        with pytest.raises(DuplicateRequestError):
+            await front.client.generate("hi", request_id="mine")
+        assert await front.client.abort("mine", "other") == {"mine": True, "other": False}
     async for _ in deltas:
         pass
     assert {index: end.finish_reason for index, end in generation.finished.items()} == {0: "abort", 1: "abort"}
@@ -93,8 +95,9 @@ async def test_leaving_frees_everything(front: Front) -> None:
         async for _ in front.client.generate(PROMPT, **long(n=2)):
             break
 
-    await asyncio.gather(*(leave() for _ in range(8)))
-    await eventually(lambda: len(front.calls()) == 8)
+    with slow_steps():
+        await asyncio.gather(*(leave() for _ in range(8)))
+        await eventually(lambda: len(front.calls()) == 8)
     await all_blocks_come_back(front)
     assert {call.status for call in front.calls()} == {"CANCELLED"}
 
@@ -121,20 +124,21 @@ async def test_a_request_that_breaks_breaks_alone(front: Front) -> None:
 
 async def test_a_deadline_holds_in_the_queue(model: Path) -> None:
     async with served_model(model, max_num_seqs=1) as front:
-        running = aiter(front.client.generate(PROMPT, **long(max_tokens=400)))
-        await anext(running)
-        queued = front.client.generate("hi", timeout_s=0.05, max_tokens=1)
-        with pytest.raises(DeadlineExceededError):
-            await queued
-        assert queued.started is None
-        await eventually(lambda: bool(front.calls()))
+        with slow_steps():
+            running = aiter(front.client.generate(PROMPT, **long(max_tokens=400)))
+            await anext(running)
+            queued = front.client.generate("hi", timeout_s=1.0, max_tokens=1)
+            with pytest.raises(DeadlineExceededError):
+                await queued
+            assert queued.started is None
+            await eventually(lambda: bool(front.calls()))
         (call,) = front.calls()
         assert (call.status, call.num_completion_tokens) == ("DEADLINE_EXCEEDED", 0)
 
 
 async def test_a_deadline_holds_while_running(front: Front) -> None:
-    with pytest.raises(DeadlineExceededError):
-        await front.client.generate(PROMPT, timeout_s=0.2, **long(max_tokens=400, n=8))
+    with slow_steps(), pytest.raises(DeadlineExceededError):
+        await front.client.generate(PROMPT, timeout_s=2.0, **long(max_tokens=400, n=8))
     await eventually(lambda: bool(front.calls()))
     await all_blocks_come_back(front)
     (call,) = front.calls()
@@ -144,12 +148,13 @@ async def test_a_deadline_holds_while_running(front: Front) -> None:
 
 async def test_a_full_queue_refuses_with_a_hint(model: Path) -> None:
     async with served_model(model, max_num_seqs=1, max_queued_requests=1) as front:
-        first = aiter(front.client.generate(PROMPT, **long()))
-        await anext(first)
-        second = asyncio.ensure_future(front.client.generate("hi", max_tokens=1).text())
-        await eventually_stats(front.client, lambda stats: stats.num_waiting == 1)
-        with pytest.raises(OverloadedError) as caught:
-            await front.client.generate("hi", max_tokens=1)
+        with slow_steps():
+            first = aiter(front.client.generate(PROMPT, **long()))
+            await anext(first)
+            second = asyncio.ensure_future(front.client.generate("hi", max_tokens=1).text())
+            await eventually_stats(front.client, lambda stats: stats.num_waiting == 1)
+            with pytest.raises(OverloadedError) as caught:
+                await front.client.generate("hi", max_tokens=1)
         assert caught.value.retry_after_s > 0
         async for _ in first:
             pass

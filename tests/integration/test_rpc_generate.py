@@ -152,7 +152,7 @@ async def test_a_full_queue_hints_when_to_come_back(front: Front, engine: Script
 async def test_the_deadline_reaches_the_engine(front: Front, engine: ScriptedEngine) -> None:
     engine.script = endless
     with pytest.raises(DeadlineExceededError):
-        await front.client.generate("hi", timeout_s=0.2)
+        await front.client.generate("hi", timeout_s=1.0)
     await eventually(lambda: bool(front.calls()))
     assert [call.status for call in front.calls()] == ["DEADLINE_EXCEEDED"]
     assert not engine.live
@@ -190,7 +190,7 @@ class HeldPreprocessor:
 
         def held(*args: object, **kwargs: object) -> Request:
             self.entered.set()
-            assert self.release.wait(10)
+            assert self.release.wait(60)
             return build(*args, **kwargs)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Preprocessor, "build", held)
@@ -202,7 +202,7 @@ async def test_abort_works_while_tokenising(
     held = HeldPreprocessor(monkeypatch)
     try:
         generation = asyncio.ensure_future(front.client.generate("hi", request_id="early").result())
-        await asyncio.to_thread(held.entered.wait, 10)
+        await asyncio.to_thread(held.entered.wait, 60)
         assert await front.client.abort("early") == {"early": True}
         output = await generation
         assert output.started is None
@@ -218,7 +218,7 @@ async def test_cancel_works_while_tokenising(
     held = HeldPreprocessor(monkeypatch)
     try:
         generation = front.client.generate("hi", request_id="early")
-        await asyncio.to_thread(held.entered.wait, 10)
+        await asyncio.to_thread(held.entered.wait, 60)
         generation.cancel()
         with pytest.raises(CancelledCallError):
             await generation

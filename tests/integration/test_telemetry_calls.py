@@ -155,7 +155,7 @@ async def cancelled(client: AsyncClient, engine: ScriptedEngine) -> None:
 
 
 async def expired(client: AsyncClient, _engine: ScriptedEngine) -> None:
-    await client.generate(token_ids=[5], timeout_s=0.2)
+    await client.generate(token_ids=[5], timeout_s=1.0)
 
 
 async def failed(client: AsyncClient, engine: ScriptedEngine) -> None:

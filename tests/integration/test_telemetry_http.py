@@ -53,7 +53,7 @@ def running(
 
 def get(telemetry: Telemetry, path: str, *, host: str = "127.0.0.1") -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://{host}:{telemetry.metrics_port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{host}:{telemetry.metrics_port}{path}", timeout=60) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:

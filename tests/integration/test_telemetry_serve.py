@@ -39,7 +39,7 @@ def serving(folder: Path, *flags: str) -> Iterator[str]:
             client.wait_ready(timeout_s=60)
         yield target
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
         assert process.returncode == 0, log
     finally:
         process.kill()
@@ -48,7 +48,7 @@ def serving(folder: Path, *flags: str) -> Iterator[str]:
 
 def scrape(port: int) -> dict[str, float]:
     """Every sample without histogram buckets, summed over its labels."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as response:
         families = text_string_to_metric_families(response.read().decode())
     totals: dict[str, float] = {}
     for sample in (sample for family in families for sample in family.samples):
