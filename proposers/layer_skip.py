@@ -8,6 +8,7 @@ import copy
 import torch
 from pydantic import Field
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetModel, TargetOutline, TargetView
 from proposers.draft_chain import DraftChain
@@ -16,6 +17,7 @@ from proposers.network_config import NetworkConfig
 from server.errors import ConfigError
 from server.model.attention import AttentionStep
 from server.model.decoder_layers import find_decoder_layers
+from server.model.early_exit import runs_all_layers
 from server.model.forward import run_model
 from server.model.layer_check import run_prompt
 
@@ -26,13 +28,15 @@ class LayerSkipConfig(NetworkConfig):
     num_layers: int = Field(ge=1, description="decoder layers of the target that draft, from the first on")
 
     def check(self, target: TargetOutline) -> None:
-        """The target has more layers. Raises: ConfigError."""
+        """The target has more layers, and can be left early. Raises: ConfigError."""
         super().check(target)
         most = target.config.num_hidden_layers - 1
         if self.num_layers > most:
             raise ConfigError(
                 f"num_layers: must be from 1 to {most}, as the target has {most + 1} layers, got {self.num_layers}"
             )
+        if runs_all_layers(target.config, trusts_code=target.trusts_code):
+            raise ConfigError(f"method: {_refusal(target.config)}")
 
     def build(self, target: TargetView) -> "LayerSkipProposer":
         """Any target will do that runs its layers in a loop. Raises: ConfigError."""
@@ -71,8 +75,7 @@ class FirstLayers:
         finally:
             handle.remove()
         if ran:
-            name = type(self._decoder).__name__
-            raise ConfigError(f"speculative_config.method: layer_skip cannot leave out layers of {name}")
+            raise ConfigError(f"speculative_config.method: {_refusal(self._decoder.config)}")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By the target's head."""
@@ -116,3 +119,7 @@ class LayerSkipProposer:
         """Draft behind the newest token of each sequence."""
         assert self._memory is not None, "bind comes first"
         return self._chain.draft(inputs, self._memory)
+
+
+def _refusal(config: PreTrainedConfig) -> str:
+    return f"layer_skip cannot leave out layers of {config.model_type}, which always runs all of them"

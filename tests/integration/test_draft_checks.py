@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from server.compose import build_core
 from server.config import Config
 from server.errors import ConfigError, ModelError
 from server.model.loader import LoadedModel
 from tests.tiny_heads import VOCAB, build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
-from tests.tiny_model import build_tiny_model
+from tests.tiny_model import build_tiny_model, write_tokenizer
 
 Settings = dict[str, object]
 
@@ -164,6 +165,15 @@ def test_a_type_that_attention_cannot_read(tmp_path: Path, target: Path, method:
 def test_more_layers_than_the_target_has(target: Path) -> None:
     assert refusal(target, [{"method": "ngram"}, {"method": "layer_skip", "num_layers": 2}]) == (
         "speculative_config[1].num_layers: must be from 1 to 1, as the target has 2 layers, got 2"
+    )
+
+
+def test_a_target_that_always_runs_all_its_layers(tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "vocab_size": VOCAB}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, VOCAB)
+    assert refusal(tmp_path, {"method": "layer_skip", "num_layers": 1}) == (
+        "speculative_config.method: layer_skip cannot leave out layers of gpt2, which always runs all of them"
     )
 
 

@@ -169,5 +169,5 @@ def test_a_model_that_always_runs_all_layers_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, 512)
     model = load_model(ModelConfig(model=str(tmp_path)), torch.device("cpu"), torch.float32).model
     bind_kv(model.base_model, torch.zeros(4, 3, 4, BLOCK, 32))
-    with pytest.raises(ConfigError, match="layer_skip cannot leave out layers of GPT2Model"):
+    with pytest.raises(ConfigError, match="layer_skip cannot leave out layers of gpt2"):
         FirstLayers(target(model), 1).check()
