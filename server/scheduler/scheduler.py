@@ -68,7 +68,7 @@ class Scheduler:
         self.external = None
         if connector is not None:
             self.external = ExternalKV(connector, pool, block_size, clock, self.counters)
-        self._unreadable = UnreadableHandles(reads_from, clock, self.counters)
+        self._unreadable = UnreadableHandles(reads_from, model_info.fingerprint.hex(), clock, self.counters)
         self._choices = ChoiceMaker(config, model_info, enable_prefix_caching=enable_prefix_caching)
         self._waiting = WaitingQueue()
         self._batch = RunningBatch(pool, config.max_num_seqs)

@@ -33,7 +33,7 @@ class Counters:
         num_failed_loads: that brought less than they should, or nothing in time.
         num_unsaved_blocks: that were used for something else before it was their turn to be saved.
         save_failures: blocks that a store did not keep, by why.
-        num_unreadable_handles: requests whose KV is where no connector of this node reads.
+        num_unreadable_handles: requests whose KV is where no connector of this node reads, or does not fit it.
     """
 
     prefix_query_tokens: int = 0

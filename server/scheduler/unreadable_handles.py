@@ -1,4 +1,4 @@
-"""Requests whose KV is where this node does not read."""
+"""Requests whose KV is where this node does not read, or is of another model or form than its own."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -11,18 +11,27 @@ logger = logging.getLogger(__name__)
 
 
 class UnreadableHandles:
-    """Tells of them: two nodes have different connectors, and prompts are computed twice."""
+    """Tells of them: two nodes have different connectors or models, and prompts are computed twice."""
 
-    def __init__(self, reads_from: Collection[str], clock: Callable[[], float], counters: Counters) -> None:
-        """Args: reads_from: names of the connectors by which KV comes here."""
+    def __init__(
+        self, reads_from: Collection[str], fingerprint: str, clock: Callable[[], float], counters: Counters
+    ) -> None:
+        """Args: reads_from: names of the connectors by which KV comes here. fingerprint: of this node's KV."""
         self._reads_from = reads_from
+        self._fingerprint = fingerprint
         self._counters = counters
         self._log = RareLog(logger, clock)
 
     def check(self, request: Request) -> None:
-        """Count a request whose handle names another connector; a line a minute for each node that holds such KV."""
+        """Count a request whose handle names another connector, or KV that does not fit, which its connector tells of.
+
+        Of the former there is a line a minute for each node that holds such KV.
+        """
         source = None if request.continuation is None else request.continuation.source
-        if source is None or source.connector in self._reads_from:
+        if source is None:
+            return
+        if source.connector in self._reads_from:
+            self._counters.num_unreadable_handles += source.fingerprint != self._fingerprint
             return
         self._counters.num_unreadable_handles += 1
         kind = f"{source.connector} {source.engine_id}"

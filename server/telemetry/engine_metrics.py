@@ -74,7 +74,7 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     (
         "outrider_unreadable_handles",
         "{request}",
-        "Requests whose KV is said to be where no connector of this node reads.",
+        "Requests whose KV is said to be where no connector of this node reads, or to be of another model or form.",
         lambda s: s.num_unreadable_handles,
     ),
     ("outrider_steps", "{step}", "Steps the worker has run.", lambda s: s.num_steps),

@@ -11,7 +11,8 @@ from tests.fakes.core import Core, make_core, make_request
 from tests.fakes.scripted_connector import ScriptedScheduler
 
 BLOCK = 4
-HANDLE = KVHandle("tcp", "e1", "host:1", "lease-1", 8, (1, 2), BLOCK, "")
+HANDLE = KVHandle("tcp", "e1", "host:1", "lease-1", 8, (1, 2), BLOCK, b"fake".hex())
+"""With the fingerprint of a fake core."""
 
 
 def handed_on(name: str, **handle: str) -> Request:
@@ -49,6 +50,14 @@ def test_what_a_connector_here_reads_is_fine(caplog: pytest.LogCaptureFixture) -
         core.scheduler.add(request)
         core.run()
         assert (told(core), caplog.messages) == (0, []), name
+
+
+def test_what_does_not_fit_is_counted_and_left_to_its_connector_to_tell(caplog: pytest.LogCaptureFixture) -> None:
+    core = make_core(block_size=BLOCK, connector=ScriptedScheduler(), reads_from=("tcp",))
+    for fingerprint in (b"another".hex(), ""):
+        core.scheduler.add(handed_on(f"of {fingerprint}", fingerprint=fingerprint))
+    assert (told(core), caplog.messages) == (2, [])
+    core.run()
 
 
 def test_each_source_is_told_of_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
