@@ -145,7 +145,9 @@ class ConnectorUnderTest:
 
 
 @contextmanager
-def connector_under_test(choice: Mapping[str, Any], fingerprint: str = FINGERPRINT) -> Iterator[ConnectorUnderTest]:
+def connector_under_test(
+    choice: Mapping[str, Any], fingerprint: str = FINGERPRINT, kv_description: str = ""
+) -> Iterator[ConnectorUnderTest]:
     """A node with this connector, by what `kv_transfer_config` says of it."""
     something_finished = threading.Event()
     chosen = read_choice(choice, "kv_transfer_config.")
@@ -159,6 +161,7 @@ def connector_under_test(choice: Mapping[str, Any], fingerprint: str = FINGERPRI
             clock=time.monotonic,
             is_producer=chosen.is_producer,
             is_consumer=chosen.is_consumer,
+            kv_description=kv_description,
         )
     )
     try:

@@ -1,7 +1,9 @@
 """A connector as another distribution would bring it, which keeps prompts layer by layer while they are computed."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,11 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.config import ConnectorConfig
+from connectors.misfit import misfit
+from connectors.threads import Threads
 from server.kv_handle import KVHandle
+
+logger = logging.getLogger(__name__)
 
 
 class LayerFilesConfig(ConnectorConfig):
@@ -30,8 +36,8 @@ class LayerFilesConfig(ConnectorConfig):
 
     def build(self, context: ConnectorContext) -> Connector:
         """Both halves."""
-        folder = Path(self.folder)
-        return Connector(LayerFilesScheduler(folder, context), LayerFilesWorker(folder))
+        folder, looking = Path(self.folder), Threads("layer-files", 1)
+        return Connector(LayerFilesScheduler(folder, context, looking), LayerFilesWorker(folder, looking))
 
 
 @dataclass
@@ -45,17 +51,36 @@ class Orders:
 
 
 class LayerFilesScheduler(ConnectorScheduler[Orders]):
-    """Looks for files as it is asked: good enough for a folder that does not hang."""
+    """Has a thread look for files, from the first block on, as often as it is asked anew."""
 
-    def __init__(self, folder: Path, context: ConnectorContext) -> None:
+    def __init__(self, folder: Path, context: ConnectorContext, looking: Threads) -> None:
         self._folder = folder
         self._context = context
+        self._looking = looking
+        self._found: dict[int, list[int]] = {}
         self._orders = Orders()
 
     def get_num_new_matched_tokens(self, request: KVRequest, num_computed_tokens: int) -> int | None:
-        first, names = num_computed_tokens // self._context.block_size, [digest.hex() for digest in request.hashes]
-        is_there = [(self._folder / f"{self._context.fingerprint}-{name}").exists() for name in names[first:]]
-        return [*is_there, False].index(False) * self._context.block_size if self._context.is_consumer else 0
+        if not self._context.is_consumer:
+            return 0
+        found = self._found.get(request.seq_id)
+        if found is None:
+            if request.source is not None and (reason := misfit(request.source, self._context)) is not None:
+                logger.warning("the KV of request %s is not that of this node: %s", request.request_id, reason)
+            found = self._found[request.seq_id] = []
+            self._looking.submit(partial(self._look, found, request.hashes))
+        if not found:
+            return None
+        del self._found[request.seq_id]
+        return max(0, found[0] * self._context.block_size - num_computed_tokens)
+
+    def _look(self, found: list[int], hashes: Sequence[bytes]) -> None:
+        is_there = [(self._folder / f"{self._context.fingerprint}-{digest.hex()}").exists() for digest in hashes]
+        found.append([*is_there, False].index(False))
+        self._context.notify()
+
+    def cancel(self, seq_id: int) -> None:
+        self._found.pop(seq_id, None)
 
     def update_state_after_alloc(self, load: BlockLoad) -> None:
         self._orders.loads.append(load)
@@ -82,7 +107,9 @@ class LayerFilesScheduler(ConnectorScheduler[Orders]):
         own, num_tokens = self._context, len(block_ids) * self._context.block_size
         if not own.is_producer:
             return None
-        return KVHandle(own.name, own.engine_id, "", "", num_tokens, (), own.block_size, own.fingerprint)
+        return KVHandle(
+            own.name, own.engine_id, "", "", num_tokens, (), own.block_size, own.fingerprint, own.kv_description
+        )
 
 
 class LayerFilesWorker(ConnectorWorker[Orders]):
@@ -93,8 +120,10 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
 
     is_layerwise = True
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, looking: Threads) -> None:
+        """Args: looking: ended with this."""
         self._folder = folder
+        self._looking = looking
         self._announced: list[BlockSave] = []
         self._layers: dict[BlockSave, list[bytes]] = {}
         self._finished, self._bad = Finished(), frozenset[int]()
@@ -154,7 +183,8 @@ class LayerFilesWorker(ConnectorWorker[Orders]):
         return self._errors
 
     def shutdown(self, timeout_s: float) -> None:
-        """There are no threads."""
+        """Only the thread that looks for files is to end."""
+        self._looking.end(timeout_s)
 
     def _path(self, block_hash: bytes) -> Path:
         return self._folder / f"{self._name}-{block_hash.hex()}"

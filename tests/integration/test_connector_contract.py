@@ -1,17 +1,24 @@
 """What every connector keeps to, seen through connectors.base alone; a new one is a line in CASES."""
 
 import hashlib
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from server.kv_handle import KVHandle
+from server.model.fingerprint import describe_kv, fingerprint, kv_fingerprint
 from tests.fakes.connector_under_test import BLOCK_SIZE, FINGERPRINT, ConnectorUnderTest, connector_under_test
 from tests.fakes.thread_watch import no_thread_is_left
 
@@ -92,9 +99,9 @@ class Nodes:
         self._port = port
         self._stack = stack
 
-    def start(self, fingerprint: str = FINGERPRINT, **settings: Any) -> ConnectorUnderTest:
+    def start(self, fingerprint: str = FINGERPRINT, kv_description: str = "", **settings: Any) -> ConnectorUnderTest:
         choice = _in_places({**self.case.choice, **settings}, {"FOLDER": str(self.folder), "PORT": self._port})
-        return self._stack.enter_context(connector_under_test(choice, fingerprint))
+        return self._stack.enter_context(connector_under_test(choice, fingerprint, kv_description))
 
     def start_both(self) -> tuple[ConnectorUnderTest, ConnectorUnderTest]:
         """The node that computes, and the one that goes on: perhaps the same."""
@@ -196,6 +203,68 @@ def test_another_model_is_a_miss(nodes: Nodes) -> None:
     assert other.match(other.request(HASHES, handle)) == 0
 
 
+LAYERS = {"num_hidden_layers": 3}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+def start_with(
+    nodes: Nodes, *, dtype: torch.dtype = torch.float32, digest: str = "a", **config: Any
+) -> ConnectorUnderTest:
+    """A node of a model like that."""
+    model = LlamaConfig(**{"num_hidden_layers": 2, **config})
+    of_kv = kv_fingerprint(fingerprint(digest * 64, model, dtype), dtype).hex()
+    return nodes.start(of_kv, describe_kv(digest * 64, model, dtype, dtype))
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "told"),
+    [
+        pytest.param({"dtype": torch.bfloat16}, 1, "dtype float32 there, bfloat16 here", id="dtype"),
+        pytest.param({"digest": "b"}, 1, "weights aaaaaaaaaaaa there, bbbbbbbbbbbb here", id="weights"),
+        pytest.param(ROPE, 1, "rope ", id="rope"),
+        pytest.param(LAYERS, 1, "layers 2 there, 3 here", id="layers"),
+        pytest.param({}, 2, "format 1 there, 2 here", id="format version"),
+    ],
+)
+def test_kv_that_means_something_else_is_refused_with_both_values(
+    nodes: Nodes,
+    changes: dict[str, Any],
+    version: int,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And whoever holds it for others is told that it is of no use."""
+    here = start_with(nodes)
+    handle = hand_on(here)
+    monkeypatch.setattr("server.model.fingerprint.KV_FORMAT_VERSION", version)
+    there = start_with(nodes, **changes)
+    assert there.match(there.request(HASHES, handle)) == 0
+    there.step()
+    assert (told in caplog.text) == (handle is not None)
+    if handle is not None and handle.lease_id:
+        here.steps_until(lambda: here.released == [handle.lease_id])
+
+
+def test_a_node_whose_kv_is_not_what_its_handle_says_is_found_out(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A handle comes from a client, so the nodes compare what they have themselves."""
+    handle = hand_on(nodes.start())
+    nodes.skip_unless(handle is not None and handle.lease_id != "")
+    assert handle is not None
+    there = nodes.start(fingerprint="0ther")
+    before = there.content(TO)
+    request = there.request(HASHES, replace(handle, fingerprint="0ther"))
+    assert there.match(request) == len(HASHES)
+    there.load(request, TO)
+    there.wait_loaded(request)
+    assert there.bad == set(TO)
+    assert f"fingerprint: 0ther here, {FINGERPRINT} there" in caplog.text
+    for ours, theirs in zip(there.content(TO), before, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_nothing_beyond_what_is_computed_here(nodes: Nodes) -> None:
     here, there = nodes.start_both()
     request = there.request(HASHES, hand_on(here))
@@ -212,6 +281,68 @@ def test_the_direction_is_kept_to(nodes: Nodes) -> None:
     request = there.request(HASHES, handle)
     finds_others = nodes.case.finds and not nodes.case.is_of_one_node
     assert there.match(request) == (len(HASHES) if finds_others else 0)
+
+
+def test_a_handle_names_no_place_that_is_not_configured(nodes: Nodes) -> None:
+    """Neither a host nor a path: a node that may not be asked hears nothing, and stores have no use for an address."""
+    handle = hand_on(nodes.start())
+    nodes.skip_unless(handle is not None)
+    assert handle is not None
+    is_peer = handle.lease_id != ""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        rules: dict[str, Any] = {}
+        if is_peer:
+            rules = {"kv_connector_extra_config": {"allowed_peers": ["127.0.0.1:1", "10.0.0.0/8"]}}
+        there = nodes.start(**rules)
+        for place in (address, "/etc/passwd", "../../etc"):
+            elsewhere = replace(handle, address=place, lease_id="ab" * 16, block_ids=tuple(range(len(HASHES))))
+            request = there.request(OTHER_HASHES, elsewhere)
+            assert there.match(request) == 0
+            there.step()
+        there.connector.worker.shutdown(10.0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_an_answer_takes_less_than_a_millisecond_whatever_hangs(
+    nodes: Nodes, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's mount, LMCache's server, or the node that has the blocks."""
+    handle, there = hand_on(nodes.start()), nodes.start()
+    durations: list[float] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        if handle is not None and handle.lease_id:
+            handle = replace(handle, address=f"127.0.0.1:{listener.getsockname()[1]}")
+        stack.callback(hang_folder(nodes.folder, monkeypatch).set)
+        if nodes.case.has_server:
+            server = request.getfixturevalue("lmcache_server")
+            stack.callback(server.go_on)
+            server.stop()
+        for number in range(100):
+            if handle is not None and handle.lease_id:
+                handle = replace(handle, lease_id=f"{number:032x}")
+            asked = there.request(HASHES, handle)
+            begun_s = time.perf_counter()
+            there.connector.scheduler.get_num_new_matched_tokens(asked, 0)
+            durations.append(time.perf_counter() - begun_s)
+    assert median(durations) < 1e-3
+    assert max(durations) < 0.5, "nobody was waited for, not even once"
+
+
+def hang_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whoever looks at a file in it waits. Returns: has them go on."""
+    goes_on, look = threading.Event(), os.stat
+
+    def wait_and_look(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, str | Path) and str(path).startswith(str(folder)):
+            goes_on.wait(5.0)
+        return look(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", wait_and_look)
+    return goes_on
 
 
 def test_a_file_that_goes_between_match_and_load(nodes: Nodes) -> None:
