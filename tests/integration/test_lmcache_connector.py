@@ -70,12 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("lmcache-model"))
 
 
-def engine(folder: Path, server: LMCacheProcess, **extra: object) -> AbstractContextManager[EngineUnderTest]:
+def engine(
+    folder: Path, server: LMCacheProcess, block_size: int = BLOCK_SIZE, **extra: object
+) -> AbstractContextManager[EngineUnderTest]:
     config = {
         "kv_connector": "LMCacheConnectorV1",
         "kv_connector_extra_config": {"port": server.port, "request_timeout_seconds": 20.0, **extra},
     }
-    return engine_on(folder, "cpu", block_size=BLOCK_SIZE, kv_transfer_config=config)
+    return engine_on(folder, "cpu", block_size=block_size, kv_transfer_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,53 @@ def test_engines_share_what_they_compute(
             assert ids(outcomes) == tokens
             assert [outcome.num_cached_tokens for outcome in outcomes] == NUM_LOADABLE
         settle(lmcache_server, second)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(24, id="chunk24"), *(pytest.param(n, marks=pytest.mark.full) for n in (8, 16, 100, 1024))],
+)
+def server_of_other_chunks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LMCacheProcess]:
+    """Smaller and larger than our blocks, and not dividing them, nor divided by them."""
+    if find_spec("lmcache") is None:
+        pytest.skip("lmcache is not installed")
+    process = LMCacheProcess(tmp_path_factory.mktemp("chunks") / "log", chunk_size=request.param)
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("block_size", [BLOCK_SIZE, pytest.param(48, marks=pytest.mark.full)])
+def test_chunks_of_any_size_hold_a_block(
+    folder: Path, server_of_other_chunks: LMCacheProcess, expected: list[list[int]], block_size: int
+) -> None:
+    """Every full block is found, whatever the server's --chunk-size."""
+    server = server_of_other_chunks
+    server.clear()
+    with engine(folder, server, block_size) as first:
+        assert ids(first.generate(PROMPTS, SAMPLING[0])) == expected[: len(PROMPTS)]
+    assert server.memory_status()["total_object_count"] > 0
+    with engine(folder, server, block_size) as second:
+        outcomes = second.generate(PROMPTS, SAMPLING[1])
+        assert ids(outcomes) == expected[len(PROMPTS) :]
+        assert [outcome.num_cached_tokens for outcome in outcomes] == [
+            (length - 1) // block_size * block_size for length in LENGTHS
+        ]
+        settle(server, second)
+
+
+@pytest.mark.full
+def test_chunks_that_are_too_small_for_a_hash_are_told(
+    lmcache_server: LMCacheProcess, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a server is left alone like one that is not there."""
+    process = LMCacheProcess(tmp_path / "log", chunk_size=4)
+    store = open_store(process.port, clock)
+    assert not has(store, 1)
+    store.close()
+    process.close()
+    assert "is not used for now: its --chunk-size, 4, is less than 8" in caplog.text
 
 
 def test_a_flipped_byte_is_a_miss(folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]]) -> None:
