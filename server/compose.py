@@ -64,8 +64,9 @@ def _build_core(config: Config) -> Core:
     _check_budget(config)
     target = load_target(config)
     loaded, device, num_slots = target.loaded, target.device, config.scheduler.max_num_seqs
-    proposers = build_proposers(config, target.view(config))
-    acceptance = _acceptance(config.speculative)
+    speculative = target.speculative
+    proposers = build_proposers(speculative, target.view(config))
+    acceptance = _acceptance(speculative)
     build_runner = partial(
         Runner, loaded.model, target.head, num_slots=num_slots, proposers=proposers, acceptance=acceptance
     )
@@ -94,7 +95,7 @@ def _build_core(config: Config) -> Core:
         connector=None if connector is None else connector.scheduler,
         reads_from=() if config.kv_transfer is None else config.kv_transfer.carriers("in"),
         fails_on_bad_loads=config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail",
-        draft_policy=make_policy(config.speculative.policy, num_drafts) if config.speculative else None,
+        draft_policy=make_policy(speculative.policy, num_drafts) if speculative else None,
     )
     depth = config.scheduler.pipeline_depth
     compilations = compilations_of(config.model, target, proposers)
@@ -125,7 +126,7 @@ def _build_core(config: Config) -> Core:
         max_num_seqs=config.scheduler.max_num_seqs,
         stream_interval=config.server.stream_interval,
         transferring=None if connector is None else runner,
-        speculation=SpeculationControl(config.speculative, proposers, scheduler.drafts),
+        speculation=SpeculationControl(speculative, proposers, scheduler.drafts),
         warm_up=prepare,
         on_stop=cancel_compilations,
         on_stopped=end_transfers,

@@ -15,7 +15,7 @@ from server.config_values import ByteCount, Given, Section, build_section
 from server.errors import ConfigError
 from server.kv_transfer_config import KV_TRANSFER_CONFIG, Role, parse_kv_transfer_config
 from server.kv_transfer_config import KVTransferConfig as KVTransferConfig
-from server.speculative_config import SPECULATIVE_CONFIG, SpeculativeConfig, parse_speculative_config
+from server.speculative_config import AUTO, SPECULATIVE_CONFIG, SpeculativeConfig, parse_speculative_config
 from server.suggestions import did_you_mean
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
@@ -209,7 +209,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig | Literal["auto"] | None = AUTO
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     kv_transfer: KVTransferConfig | None = None
     server: ServerConfig = ServerConfig()
@@ -234,7 +234,7 @@ class Config(Section):
             for name, item in given.items()
             if name not in SETTING_NAMES
         ]
-        sections: dict[str, Section | None] = {}
+        sections: dict[str, Section | Literal["auto"] | None] = {}
         for key, section in FLAT_SECTIONS.items():
             own = {name: given[name] for name in section.model_fields if name in given}
             try:
@@ -259,14 +259,13 @@ class Config(Section):
         values = {
             name: getattr(getattr(self, key), name) for key in FLAT_SECTIONS for name in FLAT_SECTIONS[key].model_fields
         }
-        values[SPECULATIVE_CONFIG] = None if self.speculative is None else self.speculative.plain()
+        given = self.speculative
+        values[SPECULATIVE_CONFIG] = given.plain() if isinstance(given, SpeculativeConfig) else given
         values[KV_TRANSFER_CONFIG] = None if self.kv_transfer is None else self.kv_transfer.plain()
         return values
 
 
-def _parse_kv_transfer(
-    given: Mapping[str, Given], disaggregation: Section | None, cache: Section | None
-) -> KVTransferConfig | None:
+def _parse_kv_transfer(given: Mapping[str, Given], disaggregation: object, cache: object) -> KVTransferConfig | None:
     """As `parse_kv_transfer_config`, and as role and cache want it, unless these were refused already."""
     config = parse_kv_transfer_config(given[KV_TRANSFER_CONFIG]) if KV_TRANSFER_CONFIG in given else None
     if config is not None and isinstance(cache, CacheConfig) and not cache.enable_prefix_caching:

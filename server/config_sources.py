@@ -77,8 +77,9 @@ def add_arguments(
         action="append" if takes_several else "store",
         metavar="JSON",
         default=argparse.SUPPRESS,
-        help=f"JSON object, a list of them, or none for no speculation; method is one of {', '.join(PROPOSERS)}, "
-        f"or module:Class of another; num_speculative_tokens and all other keys: docs/speculative.md (default: none)",
+        help="JSON object, a list of them, none for no speculation, or auto for the head shipped for the model, if "
+        f"there is one; method is one of {', '.join(PROPOSERS)}, or module:Class of another; num_speculative_tokens "
+        "and all other keys: docs/speculative.md (default: auto)",
     )
     group = parser.add_argument_group("How KV leaves and reaches this node")
     group.add_argument(

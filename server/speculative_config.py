@@ -13,6 +13,8 @@ from server.errors import ConfigError
 from server.suggestions import did_you_mean
 
 SPECULATIVE_CONFIG = "speculative_config"
+AUTO: Literal["auto"] = "auto"
+"""A head that is shipped for the model, or no speculation."""
 DEFAULT_METHOD = "ngram"
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 SYNTHETIC_FIELDS = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -149,18 +151,21 @@ class SpeculativeConfig(Section):
         return [first, *others] if others else first
 
 
-def parse_speculative_config(given: Given) -> SpeculativeConfig | None:
-    """Read a mapping, a list of them, JSON text of either, None or "none".
+def parse_speculative_config(given: Given) -> SpeculativeConfig | Literal["auto"] | None:
+    """Read a mapping, a list of them, JSON text of either, "auto", None or "none".
 
     Raises: ConfigError that names every refused value.
     """
-    value = read_json(SPECULATIVE_CONFIG, given, 'a JSON object such as {"method": "ngram"}, a list of them or none')
+    if given.value == AUTO:
+        return AUTO
+    accepted = 'a JSON object such as {"method": "ngram"}, a list of them, auto or none'
+    value = read_json(SPECULATIVE_CONFIG, given, accepted)
     if value is None:
         return None
     if isinstance(value, SpeculativeConfig):
         return value
     members: list[object] = list(value) if isinstance(value, list | tuple) else [value]
-    problem = f"must be a mapping, a list of them or none, got {quoted(given.value)}"
+    problem = f"must be a mapping, a list of them, auto or none, got {quoted(given.value)}"
     if not members:
         raise ConfigError(f"{SPECULATIVE_CONFIG}: {problem} (from {given.source})")
     for i, member in enumerate(members):

@@ -11,6 +11,7 @@ from server.commands.bench_shapes import SHAPES, write_shape
 from server.config_sources import ResolvedConfig, add_arguments, resolve
 from server.errors import ConfigError
 from server.request import ModelInfo
+from server.speculative_config import SPECULATIVE_CONFIG
 
 _SECTIONS = ("model", "cache", "scheduler")
 
@@ -44,11 +45,14 @@ def given_settings(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def resolve_compiled(settings: dict[str, object]) -> ResolvedConfig:
-    """The settings of all sources; what is measured is the final form, unless asked otherwise. Raises: ConfigError."""
-    resolved = resolve(settings, os.environ)
-    if resolved.sources["compile"] == "default":
-        return resolve({**settings, "compile": "wait"}, os.environ)
-    return resolved
+    """The settings of all sources; what is measured is the final form, without drafts, unless asked otherwise.
+
+    Raises: ConfigError.
+    """
+    sources = resolve(settings, os.environ).sources
+    ours = {"compile": "wait", SPECULATIVE_CONFIG: None}
+    ours = {name: value for name, value in ours.items() if sources[name] == "default"}
+    return resolve({**settings, **ours}, os.environ)
 
 
 def check_capacity(info: ModelInfo, max_num_seqs: int, *, flag: str, batch: int, num_tokens: int, lengths: str) -> None:

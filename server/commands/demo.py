@@ -18,7 +18,6 @@ from server.commands.flag_types import integer
 from server.config_sources import add_arguments
 from server.errors import ConfigError, OutriderError
 
-_SPECULATION = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":5,"prompt_lookup_min":3}'
 _PROMPT = """\
 Here is a Python class:
 
@@ -53,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(args).items() if name not in ("prompt", "max_tokens")}
     if taken := [name for name in _OWN_ADDRESS if name in settings]:
         raise ConfigError(f"--{taken[0]}: the demo's server listens on a socket of its own; use outrider serve")
-    settings.setdefault("speculative_config", _SPECULATION)
     started_s = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="outrider-") as folder,

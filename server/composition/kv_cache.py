@@ -33,7 +33,7 @@ def num_kv_blocks(
     Raises: ConfigError if there is not enough for one.
     """
     loaded, geometry, device = target.loaded, target.geometry, target.device
-    num_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    num_drafts = 0 if target.speculative is None else target.speculative.num_speculative_tokens
     working = activation_nbytes(
         config.scheduler.max_num_batched_tokens,
         config.scheduler.max_num_seqs * (1 + num_drafts),

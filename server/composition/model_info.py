@@ -31,7 +31,7 @@ def model_info(
         logger.warning(
             "max_model_len is %d, what the KV cache holds; the model was made for %d", max_model_len, longest
         )
-    speculative = config.speculative
+    speculative = target.speculative
     info = ModelInfo(
         model=loaded.source,
         served_model_name=config.model.served_model_name or loaded.source,

@@ -1,5 +1,6 @@
 """What drafts for the target, as configured."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,12 +9,34 @@ import torch
 from proposers.base import HostProposer, Proposer, TargetOutline, TargetView
 from proposers.config import ProposerConfig
 from proposers.registry import likely_methods
+from proposers.shipped import has_shipped_head
 from server.config import Config
+from server.config_values import Given
 from server.errors import ConfigError, ModelError
 from server.model.loader import ModelFiles
+from server.speculative_config import AUTO, SpeculativeConfig, parse_speculative_config
+
+logger = logging.getLogger(__name__)
+
+_SHIPPED = {"method": "eagle3", "num_speculative_tokens": 4, "rejection_sample_method": "block"}
+"""What does best with the heads that are shipped."""
 
 
-def check_proposers(config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype) -> None:
+def choose_speculation(config: Config, files: ModelFiles) -> SpeculativeConfig | None:
+    """As configured, or what auto stands for with these files."""
+    if config.speculative != AUTO:
+        return config.speculative
+    if not has_shipped_head("eagle3", lambda: files.weights_digest):
+        return None
+    logger.info("speculation by the eagle3 head shipped for this model; --speculative-config none turns it off")
+    chosen = parse_speculative_config(Given(_SHIPPED, "auto"))
+    assert isinstance(chosen, SpeculativeConfig)
+    return chosen
+
+
+def check_proposers(
+    speculative: SpeculativeConfig | None, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype
+) -> None:
     """Refuse what drafts if it does not fit the target, as far as files tell. Raises: ConfigError, ModelError."""
     outline = TargetOutline(
         config=files.config,
@@ -23,15 +46,15 @@ def check_proposers(config: Config, files: ModelFiles, device: torch.device, dty
         trusts_code=config.model.trust_remote_code,
         digest=lambda: files.weights_digest,
     )
-    for name, settings in config.speculative.named_proposers() if config.speculative else ():
+    for name, settings in speculative.named_proposers() if speculative else ():
         with _refused_as(name, settings):
             settings.check(outline)
 
 
-def build_proposers(config: Config, target: TargetView) -> list[Proposer | HostProposer]:
+def build_proposers(speculative: SpeculativeConfig | None, target: TargetView) -> list[Proposer | HostProposer]:
     """What drafts, in the order in which it is asked; nothing without speculation. Raises: ConfigError, ModelError."""
     built: list[Proposer | HostProposer] = []
-    for name, settings in config.speculative.named_proposers() if config.speculative else ():
+    for name, settings in speculative.named_proposers() if speculative else ():
         with _refused_as(name, settings):
             built.append(settings.build(target))
     return built

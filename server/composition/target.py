@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from proposers.base import TargetModel, TargetView
-from server.composition.proposers import check_proposers
+from server.composition.proposers import check_proposers, choose_speculation
 from server.config import Config, ModelConfig
 from server.errors import ConfigError
 from server.host import cpu_count
@@ -19,6 +19,7 @@ from server.model.head import LMHead
 from server.model.invariance import make_invariant
 from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
 from server.model.traced_layers import trace_layers
+from server.speculative_config import SpeculativeConfig
 from server.worker.kv_tensors import KVGeometry, allocate_kv
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class LoadedTarget:
         max_num_tokens: no sequence is longer.
         num_threads: that operators on the host may use.
         is_packed: whether its linears are C++ operators on the CPU.
+        speculative: what is to draft for it.
     """
 
     loaded: LoadedModel
@@ -43,6 +45,7 @@ class LoadedTarget:
     max_num_tokens: int
     num_threads: int
     is_packed: bool
+    speculative: SpeculativeConfig | None
 
     def view(self, config: Config) -> TargetView:
         """What proposers may know of it."""
@@ -75,7 +78,8 @@ def load_target(config: Config) -> LoadedTarget:
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")
     files = find_model(config.model, device, dtype)
     _check_length(config.model, files)
-    check_proposers(config, files, device, dtype)
+    speculative = choose_speculation(config, files)
+    check_proposers(speculative, config, files, device, dtype)
     loaded = load_files(files, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, kv_dtype)
     footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)
@@ -100,6 +104,7 @@ def load_target(config: Config) -> LoadedTarget:
         max_num_tokens=config.model.max_model_len or loaded.max_position_embeddings,
         num_threads=num_threads,
         is_packed=is_packed,
+        speculative=speculative,
     )
 
 

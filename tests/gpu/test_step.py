@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from server.composition.proposers import build_proposers
-from server.config import Config
 from server.plan import StepPlan
 from server.request import Request, SamplingParams
 from server.worker.results import StepHandle
 from tests.fakes.proposer_settings import build_models, config_of, with_models
+from tests.fakes.speculative import speculative_config
 from tests.fakes.stepping import Stepping
 from tests.tiny_model import build_tiny_model
 
@@ -87,7 +87,7 @@ def test_no_network_waits_for_the_device(tmp_path: Path, method: str, capture: t
     """What a sequence missed is caught up with, too: by turns nobody drafts."""
     given = with_models([config_of(method, K)], build_models(tmp_path / "models"))
     model = build_tiny_model(tmp_path)
-    config = Config.from_kwargs(model=str(model), speculative_config=given)
+    speculative = speculative_config(given)
     stepping = Stepping(
         model,
         DEVICE,
@@ -97,7 +97,7 @@ def test_no_network_waits_for_the_device(tmp_path: Path, method: str, capture: t
         capture=capture,
         max_num_seqs=6,
         enable_prefix_caching=True,
-        build=lambda target: build_proposers(config, target),
+        build=lambda target: build_proposers(speculative, target),
     )
     launch, numbers = stepping.runner.launch, count()
 

@@ -9,10 +9,10 @@ import torch
 
 from proposers.base import HostProposer, ProposeInput, Proposer, SequenceText, TargetView
 from proposers.registry import known_proposers
-from server.config import Config
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import Answer, EngineUnderTest, engine_on
 from tests.fakes.proposer_settings import build_models, config_of, with_models
+from tests.fakes.speculative import speculative_config
 from tests.tiny_model import build_tiny_model
 
 K = 3
@@ -77,9 +77,11 @@ def expected(folder: Path, device_name: str) -> list[list[int]]:
 @pytest.fixture(params=ALONE)
 def proposer(request: pytest.FixtureRequest, device_name: str) -> Proposer | HostProposer:
     """Each that drafts from token ids alone."""
-    config = Config.from_kwargs(speculative_config=SINGLES[request.param]).speculative
-    assert config is not None
-    return config.proposers[0].build(TargetView(VOCAB, torch.device(device_name), num_slots=4))
+    return (
+        speculative_config(SINGLES[request.param])
+        .proposers[0]
+        .build(TargetView(VOCAB, torch.device(device_name), num_slots=4))
+    )
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -19,7 +19,7 @@ def _refusal(**settings: object) -> str:
 
 def test_defaults_are_those_of_the_sections() -> None:
     assert Config.from_kwargs() == Config()
-    assert Config().speculative is None
+    assert Config().speculative == "auto"
     assert Config().model.model == "smollm2-135m"
 
 
@@ -81,10 +81,10 @@ def test_unknown_name_points_at_the_nearest() -> None:
         (
             "speculative_config",
             "{",
-            'must be a JSON object such as {"method": "ngram"}, a list of them or none, got \'{\'',
+            'must be a JSON object such as {"method": "ngram"}, a list of them, auto or none, got \'{\'',
         ),
-        ("speculative_config", "3", "must be a mapping, a list of them or none, got '3'"),
-        ("speculative_config", [1], "must be a mapping, a list of them or none, got [1]"),
+        ("speculative_config", "3", "must be a mapping, a list of them, auto or none, got '3'"),
+        ("speculative_config", [1], "must be a mapping, a list of them, auto or none, got [1]"),
     ],
 )
 def test_refusal_names_field_value_and_limits(name: str, value: object, words: str) -> None:

@@ -10,6 +10,7 @@ from proposers.ngram import NgramConfig
 from server.config import SETTING_NAMES, Config
 from server.config_sources import ResolvedConfig, add_arguments, resolve
 from server.errors import ConfigError
+from server.speculative_config import SpeculativeConfig
 
 
 def _resolve(arguments: str = "", environ: Mapping[str, str] | None = None) -> ResolvedConfig:
@@ -85,7 +86,7 @@ def test_speculation_from_each_source(in_file: str, tmp_path: Path) -> None:
         _resolve(environ={"OUTRIDER_SPECULATIVE_CONFIG": text}),
         _resolve(f"--speculative-config {text}"),
     ):
-        assert resolved.config.speculative is not None
+        assert isinstance(resolved.config.speculative, SpeculativeConfig)
         assert resolved.config.speculative.proposers == (NgramConfig(method="ngram", match="last"),)
 
 

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from server.config import Config
 from server.errors import EngineDead, InvalidRequest
 from server.speculation_state import SpeculationChange
 from tests.fakes.core import make_request
 from tests.fakes.executor import reference
 from tests.fakes.native_engine import receive, running_engine
+from tests.fakes.speculative import speculative_config
 
-FOUR = Config.from_kwargs(speculative_config={"num_speculative_tokens": 4, "policy": "fixed"}).speculative
+FOUR = speculative_config({"num_speculative_tokens": 4, "policy": "fixed"})
 OFF, ON = SpeculationChange(enabled=False), SpeculationChange(enabled=True)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 

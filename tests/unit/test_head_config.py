@@ -15,9 +15,9 @@ from proposers.drafting import NetworkProposer
 from proposers.head_config import HeadConfig
 from proposers.medusa import MedusaProposer
 from proposers.shipped import shipped_head
-from server.config import Config
 from server.errors import ConfigError, ModelError
 from tests.bench.random_head import write_random_head
+from tests.fakes.speculative import speculative_config
 from tests.fakes.tiny_target import target_outline, target_view
 from tests.tiny_heads import HIDDEN, build_tiny_eagle, build_tiny_eagle3, build_tiny_medusa
 from tests.tiny_model import build_tiny_model
@@ -35,9 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Target
 
 
 def parse(method: str, **settings: object) -> HeadConfig:
-    config = Config.from_kwargs(speculative_config={"method": method, **settings}).speculative
-    assert config is not None
-    (proposer,) = config.proposers
+    (proposer,) = speculative_config({"method": method, **settings}).proposers
     assert isinstance(proposer, HeadConfig)
     return proposer
 

@@ -66,7 +66,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "server.compose": EVERYTHING,
     "server.composition": (
-        *("proposers.draft_model", "proposers.drafting", "proposers.network"),
+        *("proposers.draft_model", "proposers.drafting", "proposers.network", "proposers.shipped"),
         *("server.kernels", "server.model", "server.worker"),
     ),
     "server.continuation_check": (),

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from proposers.suffix import SuffixConfig
-from server.config import Config
 from server.engine.speculation_control import SpeculationControl
 from server.errors import InvalidRequest
 from server.scheduler.draft_control import DraftControl
 from server.scheduler.draft_policy import FixedPolicy
 from server.speculation_state import ProposerChange, SpeculationChange
+from tests.fakes.speculative import speculative_config
 
 
 @dataclass
@@ -47,8 +47,7 @@ def control_of(*proposers: Told) -> tuple[SpeculationControl, Drafts]:
         {"method": "suffix", "num_speculative_tokens": 8 - i} for i in range(len(proposers))
     ]
     members[0]["policy"] = "fixed"
-    config = Config.from_kwargs(speculative_config=members).speculative
-    return SpeculationControl(config, proposers, drafts), drafts
+    return SpeculationControl(speculative_config(members), proposers, drafts), drafts
 
 
 def factor(member: int, value: object) -> ProposerChange:

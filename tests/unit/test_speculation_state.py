@@ -6,10 +6,10 @@ import pytest
 
 from proposers.config import ProposerConfig
 from proposers.suffix import SuffixConfig
-from server.config import Config
 from server.errors import InvalidRequest
 from server.speculation_state import WITHOUT, ProposerChange, SpeculationChange, SpeculationState
 from tests.fakes.front import tiny_model_info
+from tests.fakes.speculative import speculative_config
 
 PERIOD = "tests.fakes.example_proposers:PeriodConfig"
 
@@ -25,8 +25,7 @@ class Anything:
 
 
 def state_of(*members: dict[str, object], proposers: list[object] | None = None) -> SpeculationState:
-    config = Config.from_kwargs(speculative_config=list(members)).speculative
-    return SpeculationState.of(config, proposers or [Anything() for _ in members])
+    return SpeculationState.of(speculative_config(list(members)), proposers or [Anything() for _ in members])
 
 
 def refusals(state: SpeculationState, **change: Any) -> dict[str, str]:

@@ -13,6 +13,7 @@ from proposers.registry import GROUP, known_proposers
 from server.config import Config
 from server.errors import ConfigError
 from server.speculative_config import SpeculativeConfig
+from tests.fakes.speculative import speculative_config
 from tests.tiny_heads import build_tiny_eagle3, build_tiny_medusa
 
 OUT_OF_TREE = """
@@ -22,12 +23,6 @@ from proposers.config import ProposerConfig
 class SilenceConfig(ProposerConfig):
     length_s: float = Field(default=1.0, ge=0, description="how long it says nothing")
 """
-
-
-def read(value: object) -> SpeculativeConfig:
-    config = Config.from_kwargs(speculative_config=value).speculative
-    assert config is not None
-    return config
 
 
 def refusal(value: object) -> str:
@@ -41,8 +36,8 @@ def test_given_as_mapping_text_or_object() -> None:
     expected = SpeculativeConfig(proposers=(NgramConfig(method="ngram", num_speculative_tokens=3),))
     text = '{"method": "ngram", "num_speculative_tokens": 3}'
     for value in (text, {"method": "ngram", "num_speculative_tokens": 3}, expected):
-        assert read(value) == expected
-    assert read({"num_speculative_tokens": 3}) == expected, "n-gram lookup needs no name"
+        assert speculative_config(value) == expected
+    assert speculative_config({"num_speculative_tokens": 3}) == expected, "n-gram lookup needs no name"
 
 
 @pytest.mark.parametrize("value", [None, "none", "None", "null"])
@@ -69,9 +64,9 @@ class TestNumbersAsText:
 
     def test_they_are_taken(self) -> None:
         given = {"num_speculative_tokens": "3", "prompt_lookup_max": "2"}
-        assert read(given) == read({"num_speculative_tokens": 3, "prompt_lookup_max": 2})
+        assert speculative_config(given) == speculative_config({"num_speculative_tokens": 3, "prompt_lookup_max": 2})
         suffix = {"method": "suffix", "suffix_decoding_max_spec_factor": "2.5"}
-        assert read(suffix) == read(suffix | {"suffix_decoding_max_spec_factor": 2.5})
+        assert speculative_config(suffix) == speculative_config(suffix | {"suffix_decoding_max_spec_factor": 2.5})
 
     @pytest.mark.parametrize("text", ["three", "2.5", ""])
     def test_other_text_is_not(self, text: str) -> None:
@@ -85,7 +80,7 @@ class TestNgram:
         )
 
     def test_small_maximum_alone_lowers_the_minimum(self) -> None:
-        config = read({"prompt_lookup_max": 2}).proposers[0]
+        config = speculative_config({"prompt_lookup_max": 2}).proposers[0]
         assert isinstance(config, NgramConfig)
         assert (config.prompt_lookup_min, config.prompt_lookup_max) == (2, 2)
 
@@ -115,7 +110,7 @@ class TestMethods:
         assert words in refusal({"method": method})
 
     def test_a_class_in_place_of_a_name(self) -> None:
-        config = read({"method": "proposers.ngram:NgramConfig", "match": "last"})
+        config = speculative_config({"method": "proposers.ngram:NgramConfig", "match": "last"})
         assert config.proposers == (NgramConfig(method="proposers.ngram:NgramConfig", match="last"),)
 
     def test_other_distributions_bring_theirs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +121,7 @@ class TestMethods:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: out-of-tree\nVersion: 1.0\n", encoding="utf-8")
         (info / "entry_points.txt").write_text(f"[{GROUP}]\nsilence = out_of_tree:SilenceConfig\n", encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
-        config = read({"method": "silence", "num_speculative_tokens": 2, "length_s": 1.5})
+        config = speculative_config({"method": "silence", "num_speculative_tokens": 2, "length_s": 1.5})
         assert config.plain() == {"method": "silence", "num_speculative_tokens": 2, "length_s": 1.5}
         assert type(config.proposers[0]).__module__ == "out_of_tree"
         assert refusal({"method": "silence", "length_s": -1}) == (
@@ -183,15 +178,15 @@ class TestLists:
     BOTH = ({"method": "suffix"}, {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "block"})
 
     def test_members_keep_their_order_and_their_k(self) -> None:
-        config = read(list(self.BOTH))
+        config = speculative_config(list(self.BOTH))
         assert (config.method, config.num_speculative_tokens) == ("suffix,ngram", 8)
         assert [member.num_speculative_tokens for member in config.proposers] == [8, 3]
-        assert read(json.dumps(self.BOTH)) == config
+        assert speculative_config(json.dumps(self.BOTH)) == config
 
     def test_the_rule_is_one_for_all(self) -> None:
-        config = read(list(self.BOTH))
+        config = speculative_config(list(self.BOTH))
         assert config.acceptance.rejection_sample_method == "block"
-        assert read(config.plain()) == config
+        assert speculative_config(config.plain()) == config
         message = refusal([{"rejection_sample_method": "block"}, {"rejection_sample_method": "standard"}])
         assert message == (
             "speculative_config[1].rejection_sample_method: is one for all, and is given already (from argument)"
@@ -203,7 +198,7 @@ class TestLists:
         assert refusal(members) == (
             "speculative_config[2]: is the same as speculative_config[1], and would never be asked (from argument)"
         )
-        assert len(read([{"match": "first"}, {"match": "last"}]).proposers) == 2
+        assert len(speculative_config([{"match": "first"}, {"match": "last"}]).proposers) == 2
 
     @pytest.mark.parametrize(
         ("text", "name"),
@@ -219,7 +214,7 @@ class TestLists:
     def test_refusals_name_the_member(self) -> None:
         assert refusal([{}, {"match": "any"}]).startswith("speculative_config[1].match: must be one of first, last")
         assert refusal([{"method": "sufix"}, {}]).startswith("speculative_config[0].method: must be one of")
-        assert "must be a mapping, a list of them or none, got []" in refusal([])
+        assert "must be a mapping, a list of them, auto or none, got []" in refusal([])
         assert "must be one for each of num_speculative_tokens (8, the largest), got 3" in refusal(
             [{"method": "suffix"}, synthetic(synthetic_acceptance_rates=[0.5, 0.5, 0.1])]
         )
@@ -227,20 +222,20 @@ class TestLists:
 
 class TestAcceptance:
     def test_standard_unless_said_otherwise(self) -> None:
-        assert read({}).acceptance.rejection_sample_method == "standard"
-        block = read({"rejection_sample_method": "block"})
+        assert speculative_config({}).acceptance.rejection_sample_method == "standard"
+        block = speculative_config({"rejection_sample_method": "block"})
         assert (block.acceptance.rejection_sample_method, block.acceptance.rates(5)) == ("block", ())
-        assert read(block.plain()) == block
+        assert speculative_config(block.plain()) == block
 
     def test_rates_are_taken_as_they_are(self) -> None:
         rates = [0.9, 0.5, 0.5]
-        config = read({"num_speculative_tokens": 3, **synthetic(synthetic_acceptance_rates=rates)})
+        config = speculative_config({"num_speculative_tokens": 3, **synthetic(synthetic_acceptance_rates=rates)})
         assert config.acceptance.rates(3) == tuple(rates)
-        assert read(config.plain()) == config
+        assert speculative_config(config.plain()) == config
 
     @pytest.mark.parametrize("length", [1, 1.5, 3.25, 6])
     def test_a_length_is_that_of_its_rates(self, length: float) -> None:
-        rates = read(synthetic(synthetic_acceptance_length=length)).acceptance.rates(5)
+        rates = speculative_config(synthetic(synthetic_acceptance_length=length)).acceptance.rates(5)
         assert 1 + sum(rates) == pytest.approx(length)
         assert list(rates) == sorted(rates, reverse=True)
 
@@ -297,12 +292,12 @@ def synthetic(**values: object) -> dict[str, object]:
 
 
 def test_the_policy_is_one_for_all() -> None:
-    config = read([{"method": "suffix"}, {"method": "ngram", "policy": "fixed"}])
+    config = speculative_config([{"method": "suffix"}, {"method": "ngram", "policy": "fixed"}])
     assert config.policy.policy == "fixed"
-    assert read(config.plain()) == config
-    schedule = read({"num_speculative_tokens_per_batch_size": {"8": 3, "32": 0}})
+    assert speculative_config(config.plain()) == config
+    schedule = speculative_config({"num_speculative_tokens_per_batch_size": {"8": 3, "32": 0}})
     assert schedule.policy.num_speculative_tokens_per_batch_size == {8: 3, 32: 0}
-    assert read(schedule.plain()) == schedule
+    assert speculative_config(schedule.plain()) == schedule
 
 
 @pytest.mark.parametrize(
