@@ -188,15 +188,18 @@ async def unharmed(server: RealServer, num_tokens: int = 100) -> AsyncIterator[N
 
 @asynccontextmanager
 async def unblocked(server: RealServer, longest_s: float) -> AsyncIterator[None]:
-    """While the block runs, the server goes on answering within `longest_s`."""
+    """While the block runs, the event loop computes for no longer than `longest_s` until the server answers.
+
+    By the CPU time of its thread: what others take of the machine does not count.
+    """
     is_over = asyncio.Event()
     delays: list[float] = []
 
     async def probe() -> None:
         while not is_over.is_set():
-            asked_s = time.perf_counter()
+            asked_s = time.thread_time()
             await server.stats()
-            delays.append(time.perf_counter() - asked_s)
+            delays.append(time.thread_time() - asked_s)
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(probe())
@@ -258,7 +261,7 @@ async def test_detokenize_checks_ids(server: RealServer) -> None:
 async def test_five_mebibytes_of_ids_do_not_hold_up_the_loop(server: RealServer, stub: InferenceStub) -> None:
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[i % VOCAB_SIZE for i in range(3_000_000)]))
     assert request.ByteSize() > 5 << 20
-    async with unharmed(server), unblocked(server, longest_s=1):
+    async with unharmed(server), unblocked(server, longest_s=0.3):
         error = await outcome(stub, request)
     assert isinstance(error, InvalidRequestError)
     assert "3000000 tokens" in str(error)
@@ -283,7 +286,7 @@ async def test_what_is_no_message_ends_its_call_alone(server: RealServer) -> Non
 
 
 async def test_too_many_ids_to_abort_are_refused(server: RealServer) -> None:
-    async with unblocked(server, longest_s=2):
+    async with unblocked(server, longest_s=0.3):
         with pytest.raises(InvalidRequestError, match="10000"):
             await server.client.abort(*map(str, range(100_000)))
 

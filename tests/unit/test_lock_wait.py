@@ -48,21 +48,22 @@ def test_a_thread_that_holds_the_lock_is_waited_for() -> None:
             time.sleep(0)  # lets go of the lock, as every operator does
         return clock() - before_s
 
-    alone_s = spend(0.02)
-
     def hog() -> None:
         for _ in range(NUM_HOLDS):
             hold(HOLD_US)
 
-    other = threading.Thread(target=hog)
-    before_s = clock()
-    other.start()
-    while other.is_alive():
-        time.sleep(0)
-    waited_s = clock() - before_s
+    def wait_for_hog() -> float:
+        other = threading.Thread(target=hog)
+        before_s = clock()
+        other.start()
+        while other.is_alive():
+            time.sleep(0)
+        return clock() - before_s
+
     held_s = NUM_HOLDS * HOLD_US / 1e6
-    assert waited_s > held_s / 2
-    assert alone_s < held_s / 2
+    # On a busy machine this thread may lack a core while the lock is held, and virtual ones stand still at times.
+    assert any(spend(0.02) < held_s / 2 for _ in range(20))
+    assert any(wait_for_hog() > held_s / 2 for _ in range(20))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
