@@ -219,7 +219,7 @@ class DisaggregatedClient:
         remembers_prompts: whether a prompt that a decode node has answered lately is that node's alone.
         retry: attempts of each part of a request; there are pauses once every decode node was tried.
         hang_timeout_s: how long a node may give no sign of life until it is taken for lost, half of that when it is
-            connected to; at least 1. One that computes gives signs.
+            connected to, or asked for its load; at least 1. One that computes gives signs.
         """
         self._prefill = NodePool(prefill, hang_timeout_s)
         self._decode = NodePool(decode, hang_timeout_s)

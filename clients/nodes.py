@@ -20,10 +20,12 @@ MAX_EXTRA_LOAD = 4
 """Requests that a node may have more than the idlest, and still be taken because it may know the prompt."""
 REFRESH_S = 1.0
 """How old what is known of the nodes may be when it decides."""
-ANSWER_TIMEOUT_S = 2.0
-"""A node that says nothing of itself for so long is not asked for more."""
+ABORT_TIMEOUT_S = 2.0
+"""A node is not waited for longer that is told that nobody goes on with what it holds."""
 DEFAULT_HANG_TIMEOUT_S = 5.0
-"""How long a node may give no sign of life, half of that to begin with, before another one takes its place."""
+"""How long a node may give no sign of life, half of that to begin with or in answer to a question, before another one
+takes its place.
+"""
 MIN_HANG_TIMEOUT_S = 1.0
 """Servers take more than two questions a second for an attack."""
 
@@ -38,7 +40,7 @@ class Node:
     def __init__(self, target: str, hang_timeout_s: float) -> None:
         self.target = target
         self.is_up = True
-        half_s = hang_timeout_s / 2
+        self._answer_timeout_s = half_s = hang_timeout_s / 2
         options = channel_options(connect_s=half_s, ping_after_s=half_s, ping_timeout_s=half_s)
         self._channel = grpc.aio.insecure_channel(target, options=options)
         self._stub = InferenceStub(self._channel)
@@ -64,7 +66,7 @@ class Node:
         """Ask for its load; one that does not answer is down."""
         num_live = self._num_live
         try:
-            question = self._stub.GetStats(pb.GetStatsRequest(), timeout=ANSWER_TIMEOUT_S, metadata=untraced())
+            question = self._stub.GetStats(pb.GetStatsRequest(), timeout=self._answer_timeout_s, metadata=untraced())
             stats = await uncancelled(question)
         except OutriderClientError:
             self.is_up = False
@@ -86,7 +88,7 @@ class Node:
     async def _abort(self, request_id: str) -> None:
         request = pb.AbortRequest(request_ids=[request_id])
         with contextlib.suppress(OutriderClientError):
-            await uncancelled(self._stub.Abort(request, timeout=ANSWER_TIMEOUT_S))
+            await uncancelled(self._stub.Abort(request, timeout=ABORT_TIMEOUT_S))
 
     def _ended(self, _: Any) -> None:
         self._num_live -= 1

@@ -27,7 +27,7 @@ def kv_transfer(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     Args: folder: for a store of files.
     """
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"transfer_timeout_seconds": 20.0}  # a machine that is busy is no node that hangs
     if request.param == "filesystem":
         extra = {"shared_storage_path": str(folder / "blocks")}
     elif request.param == "lmcache":

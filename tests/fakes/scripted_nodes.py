@@ -14,6 +14,7 @@ from server.request import Request
 from server.tokenizer import Tokenizer
 from tests.fakes.front import Front, running_front, tiny_model_info
 from tests.fakes.gate import Gate
+from tests.fakes.hop import PATIENCE_S
 from tests.fakes.relay import Relay
 from tests.fakes.scripted_engine import Script, ScriptedEngine
 
@@ -150,6 +151,7 @@ async def running_nodes(
             decode=targets[len(prefill) :],
             min_prompt_tokens=min_prompt_tokens,
             retry=QUICK,
+            hang_timeout_s=PATIENCE_S,
         )
         await stack.enter_async_context(client)
         yield Nodes(client, engines[: len(prefill)], engines[len(prefill) :], fronts)

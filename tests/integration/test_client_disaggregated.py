@@ -272,14 +272,15 @@ async def test_the_deadline_is_one_for_all_nodes(tokenizer: Tokenizer) -> None:
     async def taking_its_time(request: Request) -> AsyncIterator[StreamEvent]:
         async for event in sharing(request):
             yield event
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
 
     async with running_nodes(tokenizer, [taking_its_time], [sharing]) as nodes:
-        await nodes.client.generate(token_ids=PROMPT, max_tokens=5, timeout_s=60)
+        await nodes.client.generate(token_ids=PROMPT, max_tokens=5, timeout_s=20)
     [begun], [gone_on] = nodes.begun, nodes.gone_on
     assert begun.deadline_s is not None
     assert gone_on.deadline_s is not None
-    assert abs(gone_on.deadline_s - begun.deadline_s) < 0.5, "60 s from when it began, not from when it went on"
+    # 20 s from when it began, not from when it went on; on the wire a time is rounded up by as much as 3%.
+    assert abs(gone_on.deadline_s - begun.deadline_s) < 1.2
 
 
 async def test_one_trace_covers_all_nodes(tokenizer: Tokenizer) -> None:

@@ -14,6 +14,7 @@ from clients.outputs import Choice, GenerationOutput
 from tests.fakes.engine_under_test import ngram
 from tests.fakes.eventually import eventually, eventually_stats
 from tests.fakes.front import Front
+from tests.fakes.hop import PATIENCE_S
 from tests.fakes.hop_connectors import CONNECTORS, kv_transfer
 from tests.fakes.served_model import served_model
 from tests.tiny_model import build_tiny_model
@@ -93,7 +94,11 @@ async def running_nodes(
             for settings in (plain, {**shared, "role": roles[0]}, {**shared, "role": roles[1], **decode})
         ]
         client = DisaggregatedClient(
-            prefill=[first.target], decode=[second.target], min_prompt_tokens=0, remembers_prompts=False
+            prefill=[first.target],
+            decode=[second.target],
+            min_prompt_tokens=0,
+            remembers_prompts=False,
+            hang_timeout_s=PATIENCE_S,
         )
         await stack.enter_async_context(client)
         yield Nodes(alone, first, second, client)
@@ -207,8 +212,9 @@ async def test_leaving_at_any_moment_leaves_nothing(folder: Path) -> None:
 
 
 async def test_leases_that_nobody_wants_end_at_once(folder: Path) -> None:
-    """They would last for thirty seconds otherwise."""
-    async with running_nodes(folder, kv_transfer={"kv_connector": "tcp"}) as nodes:
+    """They would last for an hour otherwise."""
+    config = {"kv_connector": "tcp", "kv_connector_extra_config": {"lease_seconds": 3600}}
+    async with running_nodes(folder, kv_transfer=config) as nodes:
         text = await nodes.alone.client.generate(token_ids=PROMPT, max_tokens=1, temperature=0).text()
         await nodes.prefill.client.generate(token_ids=PROMPT, max_tokens=9, temperature=0, stop=[text])
         await nodes.settle()
