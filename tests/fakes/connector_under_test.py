@@ -17,7 +17,7 @@ from tests.fakes.device import DEVICE
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 12
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 FINGERPRINT = "5eed" * 16
 
 

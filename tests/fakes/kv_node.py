@@ -145,7 +145,7 @@ class KVNode:
         self.ended.complete.update(finished.complete)
         self.ended.released.extend(finished.released)
 
-    def wait_for(self, condition: Callable[[Ended], bool], timeout_s: float = 10.0) -> None:
+    def wait_for(self, condition: Callable[[Ended], bool], timeout_s: float = 30.0) -> None:
         """Step whenever something has finished, until the condition holds. Raises: TimeoutError."""
         until_s = time.monotonic() + timeout_s
         self.step()
@@ -154,14 +154,14 @@ class KVNode:
                 raise TimeoutError(f"it did not happen in {timeout_s} s; {self.ended}")
             self.step()
 
-    def wait_for_load(self, seq_id: int, timeout_s: float = 10.0) -> frozenset[int]:
+    def wait_for_load(self, seq_id: int) -> frozenset[int]:
         """Returns: its bad blocks."""
-        self.wait_for(lambda ended: seq_id in ended.bad, timeout_s)
+        self.wait_for(lambda ended: seq_id in ended.bad)
         return self.ended.bad[seq_id]
 
-    def wait_for_release(self, handle: KVHandle, timeout_s: float = 10.0) -> None:
+    def wait_for_release(self, handle: KVHandle) -> None:
         """Wait until nobody reads from a lease."""
-        self.wait_for(lambda ended: handle.lease_id in ended.released, timeout_s)
+        self.wait_for(lambda ended: handle.lease_id in ended.released)
         assert self.ended.released.count(handle.lease_id) == 1
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class KVProcess:
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             self.signal(signal.SIGCONT)
             self._orders.send(None)
-        self._process.join(10.0)
+        self._process.join(30.0)
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()

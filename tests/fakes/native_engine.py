@@ -52,7 +52,7 @@ class ControlledExecutor:
 
     def settle(self, handle: Any) -> StepResult:
         self.is_settling.set()
-        assert self.may_settle.wait(timeout=10)
+        assert self.may_settle.wait(timeout=30)
         result = self.inner.settle(handle)
         if self.num_settle_errors:
             self.num_settle_errors -= 1

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-ENDS_WITHIN_S = 10.0
+ENDS_WITHIN_S = 30.0
 
 
 @contextmanager

@@ -12,6 +12,12 @@ from tests.fakes.server_process import server_processes
 from tests.fakes.tokenizers import tiny_tokenizer
 
 
+@pytest.fixture(autouse=True)
+def _patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy is no store that hangs; tests of such stores have a time of their own."""
+    monkeypatch.setattr("connectors.content.STORE_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """The tiny model's tokenizer."""

@@ -146,11 +146,11 @@ def test_a_store_that_hangs_holds_up_nobody_for_long(model: Path, monkeypatch: p
 
 
 def test_a_load_that_hangs_is_given_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ContentScheduler, "load_timeout_s", 0.1)
-    monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 0.05)
     prompts = [*family(3), *family(3, seed=1)]
     with engine_on(model, "cpu", kv_transfer_config=GATED, kv_cache_memory_bytes=50 * BLOCK_NBYTES) as engine:
         store = _fill_and_forget(engine, prompts)
+        monkeypatch.setattr(ContentScheduler, "load_timeout_s", 2.0)
+        monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 1.0)
         store.loading.clear()
         outcomes = engine.generate(prompts, GREEDY)
         assert tokens(outcomes) == alone(model, prompts)
@@ -176,7 +176,7 @@ def test_a_deadline_ends_a_request_that_waits_for_a_load(model: Path) -> None:
     with engine_on(model, "cpu", kv_transfer_config=GATED, kv_cache_memory_bytes=14 * BLOCK_NBYTES) as engine:
         store = _fill_and_forget(engine, prompts)
         store.loading.clear()
-        [error] = engine._run(_race(engine, prompts, deadline_s=0.1))
+        [error] = engine._run(_race(engine, prompts, deadline_s=0.5))
         assert isinstance(error, DeadlineExceeded)
         assert engine.statistics().num_waiting == 0
         store.open()

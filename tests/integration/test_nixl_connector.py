@@ -18,6 +18,7 @@ from connectors.nixl.connector import NixlConfig
 from connectors.nixl.session import NixlSession
 from connectors.peer.leases import LeaseTable
 from server.errors import ConfigError
+from tests.fakes.core import Clock
 from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
 from tests.fakes.thread_watch import no_thread_is_left
@@ -52,7 +53,7 @@ def process(stack: ExitStack, **settings: Any) -> KVProcess:
     return made
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """For what other threads and processes do. Raises: TimeoutError."""
     until_s = time.monotonic() + timeout_s
     while not condition():
@@ -244,7 +245,7 @@ def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big:
     load = reader.begin(handle, *EVERYTHING)
     wait_until(lambda: num_come == 0 or bool(reader.blocks[num_come - 1].any()))
     reader.scheduler.cancel(load)
-    assert reader.wait_for_load(load, 1.0)
+    assert reader.wait_for_load(load)
     left = reader.blocks.clone()
     big.wait_for_release(handle)
     assert reader.wait_for_load(reader.begin(big.hand_on(5), 0)) == frozenset()  # what was on its way has come by now
@@ -254,14 +255,12 @@ def test_a_load_that_is_cancelled_leaves_its_blocks_alone(nodes: ExitStack, big:
 def test_a_node_that_is_killed_while_it_is_read_from(nodes: ExitStack) -> None:
     port = free_port()
     holder = process(nodes, **SLOW, port=port)
-    reader = node(nodes, **SLOW)
+    reader = node(nodes, **SLOW, transfer_timeout_seconds=60.0)  # for longer than anybody waits here
     load = reader.begin(holder.hand_on(*EVERYTHING), *EVERYTHING)
     unused = holder.hand_on(1)
     wait_until(lambda: bool(reader.blocks[1].any()))
     holder.signal(signal.SIGKILL)
-    killed_s = time.monotonic()
     bad = reader.wait_for_load(load)
-    assert time.monotonic() - killed_s < 1.0
     assert 47 in bad
     good = [block_id for block_id in EVERYTHING if block_id not in bad]
     assert torch.equal(reader.blocks[good], content(0, **SLOW)[0][good])
@@ -274,14 +273,14 @@ def test_a_node_that_is_killed_while_it_is_read_from(nodes: ExitStack) -> None:
 
 
 def test_a_node_that_is_stopped_while_it_is_read_from(nodes: ExitStack, big: KVProcess, holder: KVProcess) -> None:
-    reader = node(nodes, **SLOW, transfer_timeout_seconds=0.7)
+    reader = node(nodes, **SLOW, transfer_timeout_seconds=3.0)
     load = reader.begin(big.hand_on(*EVERYTHING), *EVERYTHING)
     wait_until(lambda: bool(reader.blocks[1].any()))
     big.signal(signal.SIGSTOP)
     other = node(nodes, engine_id="other", num_blocks=48)
     before = other.begin(holder.hand_on(1), 1)
     assert other.wait_for_load(before) == frozenset()
-    assert 47 in reader.wait_for_load(load, 2.0)
+    assert 47 in reader.wait_for_load(load)
     left = reader.blocks.clone()
     big.signal(signal.SIGCONT)
     assert reader.wait_for_load(reader.begin(big.hand_on(5), 0)) == frozenset()
@@ -296,24 +295,29 @@ def test_what_a_node_has_held_that_is_gone_is_free_in_time(nodes: ExitStack) -> 
         reader.hold(handle)
         wait_until(lambda: renewed.called)
     reader.signal(signal.SIGKILL)
-    holder.wait_for_release(handle, 2.0)
+    holder.wait_for_release(handle)
 
 
 def test_a_lease_that_nobody_reads_ends(nodes: ExitStack) -> None:
     holder = node(nodes, engine_id="holder", lease_seconds=0.2)
-    holder.wait_for_release(holder.hand_on(1), 2.0)
+    holder.wait_for_release(holder.hand_on(1))
 
 
 def test_an_expired_lease_behind_a_renewed_one(nodes: ExitStack) -> None:
-    holder, reader = node(nodes, engine_id="holder", lease_seconds=0.6), node(nodes, peer_timeout_seconds=0.3)
+    clock = Clock()
+    holder = node(nodes, engine_id="holder", lease_seconds=2.5, clock=clock)
+    reader = node(nodes, peer_timeout_seconds=0.3)
     holder.fill()
     renewed, expired = holder.hand_on(1, 2), holder.hand_on(3, 4)
     request = reader.request(2, source=renewed)
-    while expired.lease_id not in holder.ended.released:  # as long as the reader has no blocks for it
-        assert reader.matched(request) == 2
-        reader.step()
-        holder.notified.acquire(timeout=0.02)
-        holder.step()
+    for _ in range(3):  # seconds in which the reader has no blocks for it
+        clock.now_s += 1.0
+        with patch.object(LeaseTable, "renew", autospec=True, side_effect=LeaseTable.renew) as renew:
+            while not renew.called:
+                assert reader.matched(request) == 2
+                reader.step()
+                reader.notified.acquire(timeout=0.02)
+    holder.wait_for_release(expired)
     assert renewed.lease_id not in holder.ended.released
     assert reader.wait_for_load(reader.begin(expired, 4, 5)) == {4, 5}
     assert reader.matched(request) == 2

@@ -24,7 +24,7 @@ NUM_BLOCKS = 24
 
 @pytest.fixture
 def producer() -> Iterator[KVProcess]:
-    process = KVProcess(engine_id="producer", num_blocks=NUM_BLOCKS, width=WIDTH, peer_timeout_seconds=0.5)
+    process = KVProcess(engine_id="producer", num_blocks=NUM_BLOCKS, width=WIDTH)
     yield process
     process.close()
 
@@ -32,13 +32,7 @@ def producer() -> Iterator[KVProcess]:
 @pytest.fixture
 def consumer() -> Iterator[KVNode]:
     with no_thread_is_left():
-        node = KVNode(
-            engine_id="consumer",
-            num_blocks=NUM_BLOCKS,
-            width=WIDTH,
-            transfer_timeout_seconds=1.5,
-            peer_timeout_seconds=0.5,
-        )
+        node = KVNode(engine_id="consumer", num_blocks=NUM_BLOCKS, width=WIDTH, transfer_timeout_seconds=4.0)
         yield node
         node.close()
 
@@ -47,7 +41,7 @@ def consumer() -> Iterator[KVNode]:
 def local() -> Iterator[KVNode]:
     """A node in this process that waits for nobody."""
     with no_thread_is_left():
-        node = KVNode(engine_id="local", transfer_timeout_seconds=0.4)
+        node = KVNode(engine_id="local", transfer_timeout_seconds=1.0)
         yield node
         node.close()
 
@@ -63,7 +57,7 @@ class Gate:
     def __call__(self, data: bytes, num_before: int) -> bytes:
         if num_before >= self._num_bytes:
             self.reached.set()
-            self.opened.wait(20.0)
+            self.opened.wait(60.0)
         return data
 
 
@@ -93,10 +87,10 @@ def test_a_node_that_dies_or_hangs_during_a_load(
     gate = Gate(num_bytes)
     relay = Relay(handle.address, gate)
     seq_id = consumer.begin(relay.through(handle), *range(NUM_BLOCKS))
-    assert gate.reached.wait(10.0)
+    assert gate.reached.wait(30.0)
     producer.signal(fate)
     gate.opened.set()
-    bad = consumer.wait_for_load(seq_id, timeout_s=4.0)
+    bad = consumer.wait_for_load(seq_id)
     assert bad == set(range(NUM_BLOCKS - len(bad), NUM_BLOCKS))
     assert bad
     relay.close()
@@ -105,12 +99,13 @@ def test_a_node_that_dies_or_hangs_during_a_load(
 def test_a_node_that_hangs_keeps_nobody_else_waiting(producer: KVProcess, consumer: KVNode) -> None:
     stopped = producer.hand_on(0, 1)
     producer.signal(signal.SIGSTOP)
-    waiting = [consumer.begin(stopped, 0, 1)]
+    waiting = consumer.begin(stopped, 0, 1)
     fitting = KVNode(engine_id="other", num_blocks=NUM_BLOCKS, width=WIDTH)
     content = fitting.fill(3)
-    assert consumer.wait_for_load(consumer.begin(fitting.hand_on(2, 3), 2, 3), timeout_s=1.2) == frozenset()
+    assert consumer.wait_for_load(consumer.begin(fitting.hand_on(2, 3), 2, 3)) == frozenset()
     assert torch.equal(consumer.blocks[2:4], content[2:4])
-    assert consumer.wait_for_load(waiting[0], timeout_s=4.0) == {0, 1}
+    assert waiting not in consumer.ended.bad
+    assert consumer.wait_for_load(waiting) == {0, 1}
     fitting.close()
 
 
@@ -123,14 +118,14 @@ def test_a_reader_that_hangs_loses_its_lease() -> None:
         with connected(handle) as sock:
             sock.sendall(pack(Hello("n")) + pack(Pull(handle.lease_id, 0, NUM_BLOCKS, 1, b"")))
             sock.recv(1000)
-            node.wait_for_release(handle, timeout_s=5.0)
+            node.wait_for_release(handle)
         node.close()
 
 
 def connected(handle: KVHandle) -> socket.socket:
     host, _, port = handle.address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), 10.0)
-    sock.settimeout(10.0)
+    sock = socket.create_connection((host, int(port)), 30.0)
+    sock.settimeout(30.0)
     return sock
 
 
@@ -195,7 +190,7 @@ def test_whoever_says_it_byte_by_byte_is_not_waited_for(local: KVNode) -> None:
         for byte in GREETING:
             sock.sendall(bytes([byte]))
             num_said += 1
-            pause.wait(0.02)
+            pause.wait(0.05)
     assert 0 < num_said < len(GREETING)
     still_serves(local)
 

@@ -75,7 +75,7 @@ async def test_an_executor_that_computes_while_it_launches_has_outputs_handed_ov
             nonlocal num_launched
             num_launched += 1
             harness.engine.hand_over()
-            assert num_launched < 2 or has_first.wait(timeout=10)
+            assert num_launched < 2 or has_first.wait(timeout=30)
             return launch(plan)
 
         monkeypatch.setattr(harness.executor, "launch", compute)
@@ -117,7 +117,7 @@ async def test_abort_in_every_phase(depth: int, phase: str) -> None:
             harness.executor.may_settle.clear()
         stream = harness.submit(request)
         if phase == "in flight":
-            await asyncio.to_thread(harness.executor.is_settling.wait, 10)
+            await asyncio.to_thread(harness.executor.is_settling.wait, 30)
         elif phase in ("prefill", "running"):
             assert isinstance(await first_event(stream), Started)
         assert harness.engine.abort("a")
@@ -403,7 +403,7 @@ async def test_a_failed_warm_up_ends_the_start_and_what_was_opened() -> None:
     may_end = threading.Event()
 
     def warm_up() -> None:
-        assert may_end.wait(timeout=10)
+        assert may_end.wait(timeout=30)
         raise ValueError("no device")
 
     harness = make_harness(warm_up=warm_up)
@@ -423,7 +423,7 @@ async def test_a_failed_warm_up_ends_the_start_and_what_was_opened() -> None:
 async def test_requests_opened_during_warm_up_are_served_after_it() -> None:
     request = make_request("early", range(3), max_tokens=4)
     may_end = threading.Event()
-    harness = make_harness(warm_up=lambda: None if may_end.wait(timeout=10) else pytest.fail("too late"))
+    harness = make_harness(warm_up=lambda: None if may_end.wait(timeout=30) else pytest.fail("too late"))
     starting = asyncio.ensure_future(harness.engine.start())
     await eventually(lambda: harness.engine.is_alive)
     stream = harness.submit(request)

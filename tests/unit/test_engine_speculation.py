@@ -55,7 +55,7 @@ async def test_who_leaves_is_not_waited_for() -> None:
     async with running_engine(max_drafts=4, speculative=FOUR) as harness:
         harness.executor.may_settle.clear()
         stream = harness.submit(make_request("r", range(3), max_tokens=9))
-        await asyncio.to_thread(harness.executor.is_settling.wait, 10)
+        await asyncio.to_thread(harness.executor.is_settling.wait, 30)
         changing = asyncio.create_task(harness.engine.set_speculation(OFF))
         await asyncio.sleep(0)
         changing.cancel()
@@ -69,7 +69,7 @@ async def test_the_end_of_the_engine_ends_the_wait() -> None:
     async with running_engine(max_drafts=4, speculative=FOUR) as harness:
         harness.executor.may_settle.clear()
         stream = harness.submit(make_request("r", range(3), max_tokens=9))
-        await asyncio.to_thread(harness.executor.is_settling.wait, 10)
+        await asyncio.to_thread(harness.executor.is_settling.wait, 30)
         stopping = asyncio.create_task(harness.engine.stop())
         await asyncio.sleep(0)
         changing = asyncio.create_task(harness.engine.set_speculation(OFF))

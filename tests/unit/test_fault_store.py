@@ -78,5 +78,5 @@ def test_closing_ends_a_delay() -> None:
     waiting.join(0.05)
     assert waiting.is_alive()
     store.close()
-    waiting.join(10)
+    waiting.join(30)
     assert not waiting.is_alive()

@@ -53,7 +53,7 @@ def finish(stages: LayerStages) -> None:
     """Wait until all that was offered is copied."""
     finished = threading.Event()
     stages._thread.submit(finished.set)
-    assert finished.wait(10.0)
+    assert finished.wait(30.0)
 
 
 def whole(staged: StagedBlock) -> bytes:

@@ -84,7 +84,7 @@ async def test_a_step_that_waited_says_how_long() -> None:
     async with running_engine(blocked_clock=lambda: blocked_s) as harness:
         harness.executor.may_settle.clear()
         stream = harness.submit(make_request("a", range(3), max_tokens=2))
-        assert await asyncio.to_thread(harness.executor.is_settling.wait, 10)
+        assert await asyncio.to_thread(harness.executor.is_settling.wait, 30)
         blocked_s = 0.25
         harness.executor.may_settle.set()
         async for _ in stream:

@@ -54,7 +54,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, error: BaseExcepti
 
 
 def test_two_builders_at_once_the_later_one_discards_its_copy(tmp_path: Path) -> None:
-    both_built = threading.Barrier(2, timeout=10)
+    both_built = threading.Barrier(2, timeout=30)
     results: list[Path] = []
 
     def build(folder: Path) -> None:
