@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from server.errors import ModelError
 from server.kernels import cpu_attention, cpu_layers, cpu_linear
 from server.model.attention import AttentionStep, bind_kv
 from server.model.cache import cache_root, publish_folder, temporary_folder
@@ -56,7 +57,7 @@ class _Region(nn.Module):
 def compile_layers(order: CompileOrder, target: Path) -> None:
     """Fill the folder `target`, which appears whole or not at all.
 
-    Raises: whatever export or compiler have to say about this architecture.
+    Raises: ModelError if the disk is full; else whatever export or compiler have to say about this architecture.
     """
     kernels = cache_root() / "kernels"
     cpu_layers.load(kernels)
@@ -89,6 +90,8 @@ def _try_frame(
     """None for decoders that look at their inputs, say, and so cannot be exported: their layers are what counts."""
     try:
         return compile_frame(model, layers, call, made, folder)
+    except OSError:  # a full disk, which another time may have room
+        raise
     except Exception as error:  # whatever export or compiler have to say about this architecture
         print(f"only the decoder's layers are compiled: {error}", file=sys.stderr)
         return None
@@ -184,8 +187,13 @@ def main() -> None:
     order, target = CompileOrder.from_json(sys.argv[1]), Path(sys.argv[2])
     target.parent.mkdir(parents=True, exist_ok=True)
     with temporary_folder(target.parent) as temporary:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(temporary)
-        compile_layers(order, target)
+        # Compilers' own files too: there is one place that may be full, and it is swept if this process is killed.
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(temporary), "TMPDIR": str(temporary)}
+        os.environ["LC_ALL"] = "C"  # errors are looked for in what compilers say
+        try:
+            compile_layers(order, target)
+        except ModelError as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

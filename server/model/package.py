@@ -1,5 +1,7 @@
 """Compiles a function of tensors into a package of AOTInductor."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,19 @@ def compile_package(region: nn.Module, example: tuple[Any, ...], dynamic_shapes:
     """Compile what `region` computes from tensors alone, for any sizes that are dynamic.
 
     Args: example, dynamic_shapes: see torch.export.export.
-    Raises: whatever export or compiler have to say.
+    Raises: OSError if the disk is full; else whatever export or compiler have to say.
     """
     with torch.no_grad():
         program = torch.export.export(region, example, dynamic_shapes=dynamic_shapes, strict=False)
-    torch._inductor.aoti_compile_and_package(
-        program,
-        package_path=str(path),
-        # The header, compiled beforehand, would pay off for many packages only.
-        inductor_configs={"cpp_cache_precompile_headers": False},
-    )
+    try:
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(path),
+            # The header, compiled beforehand, would pay off for many packages only.
+            inductor_configs={"cpp_cache_precompile_headers": False},
+        )
+    except Exception as error:  # compiler, assembler and linker tell it in their output alone
+        reason = os.strerror(errno.ENOSPC)
+        if reason in str(error):
+            raise OSError(errno.ENOSPC, reason) from error
+        raise

@@ -216,6 +216,22 @@ def test_a_compiler_that_fails_leaves_the_model_as_it_is(
         assert _ids(llm, PROMPTS[:4]) == expected
 
 
+def test_a_full_disk_is_told_as_such(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "c++"
+    full = "echo 'as: cannot write x.o: No space left on device' >&2; exit 1"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) {full};; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with _llm(folder, "float32", "wait", block_size=32) as llm:
+        (told,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+        assert told.startswith(
+            f"the decoder layers cannot be compiled, and run as they are: no space left for {cache / 'layers'}/"
+        )
+        assert len(_ids(llm, PROMPTS[:1])[0]) == 24
+
+
 def test_the_process_that_compiles_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
     order = CompileOrder(str(folder), "float32", "float32", CPU_ATTENTION_NAME, (3, 2, 16, 32), 1, trusts_code=False)
     command = [sys.executable, "-m", "server.model.layer_compile", order.to_json(), str(tmp_path / "target")]
