@@ -24,6 +24,7 @@ from clients.channel import (
     not_ready,
 )
 from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError
+from clients.metadata import Metadata, checked_metadata
 from clients.outputs import Delta, Event, OutputBuilder
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
@@ -101,7 +102,7 @@ class AsyncClient:
         prompt: str | None = None,
         *,
         timeout_s: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
         """Begin a generation from text, `token_ids` or `messages`.
@@ -110,7 +111,7 @@ class AsyncClient:
             metadata: sent along, such as a W3C traceparent.
         Raises: InvalidRequestError for what the wire cannot carry.
         """
-        request, headers = generate_request(prompt, options), tuple(metadata)
+        request, headers = generate_request(prompt, options), checked_metadata(metadata)
 
         def open_call(remaining_s: float | None) -> Call:
             call: Call = self._stub.Generate(request, timeout=remaining_s, metadata=headers)

@@ -21,6 +21,7 @@ from clients.errors import (
     RequestFailedError,
     UnavailableError,
 )
+from clients.metadata import Metadata, checked_metadata
 from clients.nodes import DEFAULT_HANG_TIMEOUT_S, Node, NodePool
 from clients.outputs import Event
 from clients.progress import Progress
@@ -53,7 +54,7 @@ class DisaggregatedGeneration(AsyncStream):
         holder: Node | None,
         retry: RetryPolicy,
         timeout_s: float | None,
-        metadata: tuple[tuple[str, str], ...],
+        metadata: tuple[tuple[str, str | bytes], ...],
         on_end: Callable[[Node], None],
     ) -> None:
         """Args:
@@ -248,7 +249,7 @@ class DisaggregatedClient:
         prompt: str | None = None,
         *,
         timeout_s: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> DisaggregatedGeneration:
         """Begin a generation from text, `token_ids` or `messages`.
@@ -272,6 +273,6 @@ class DisaggregatedClient:
             holder=holder if holder is not None and self._decode.is_idle_enough(holder) else None,
             retry=self._retry,
             timeout_s=timeout_s,
-            metadata=with_trace_context(metadata),
+            metadata=with_trace_context(checked_metadata(metadata)),
             on_end=lambda node: None if recent is None else recent.remember(identity, node),
         )

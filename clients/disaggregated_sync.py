@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from clients.disaggregated import DEFAULT_MIN_PROMPT_TOKENS, DisaggregatedClient, DisaggregatedGeneration
+from clients.metadata import Metadata
 from clients.nodes import DEFAULT_HANG_TIMEOUT_S
 from clients.outputs import Delta, Event, Finished, GenerationOutput, Started
 from clients.requests import GenerateOptions
@@ -150,7 +151,7 @@ class BlockingDisaggregatedClient:
         prompt: str | None = None,
         *,
         timeout_s: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> BlockingDisaggregatedGeneration:
         """Begin a generation from text, `token_ids` or `messages`; see DisaggregatedClient.generate."""

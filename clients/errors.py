@@ -15,7 +15,7 @@ OutriderClientError           base; `code` is the gRPC status code
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -49,6 +49,12 @@ class InvalidRequestError(OutriderClientError):
     def __init__(self, message: str, code: grpc.StatusCode, violations: tuple[FieldViolation, ...]) -> None:
         super().__init__(message, code)
         self.violations = violations
+
+    @classmethod
+    def of(cls, field: str, description: str) -> Self:
+        """For what this side refuses before it is sent."""
+        violation = FieldViolation(field, description)
+        return cls(f"{field}: {description}", grpc.StatusCode.INVALID_ARGUMENT, (violation,))
 
 
 class DuplicateRequestError(OutriderClientError):

@@ -54,7 +54,7 @@ class Node:
         return self._num_live + self._num_others
 
     def generate(
-        self, request: pb.GenerateRequest, timeout_s: float | None, metadata: tuple[tuple[str, str], ...]
+        self, request: pb.GenerateRequest, timeout_s: float | None, metadata: tuple[tuple[str, str | bytes], ...]
     ) -> Call:
         """Begin a call."""
         call: Call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)

@@ -4,11 +4,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
-import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as ProtoMessage
 
-from clients.errors import FieldViolation, InvalidRequestError
+from clients.errors import InvalidRequestError
 from protos.outrider.v1 import inference_pb2 as pb
 
 _METRICS: Mapping[str, pb.SpeculationMetrics] = {
@@ -94,7 +93,7 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     request = pb.GenerateRequest()
     token_ids, messages = given.pop("token_ids", None), given.pop("messages", None)
     if sum(value is not None for value in (prompt, token_ids, messages)) != 1:
-        raise _invalid("prompt", "give exactly one of text, token_ids and messages")
+        raise InvalidRequestError.of("prompt", "give exactly one of text, token_ids and messages")
     if prompt is not None:
         _assign(request, "text", prompt, "text")
     elif token_ids is not None:
@@ -111,7 +110,9 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
     if "speculation_metrics" in given:
         request.speculation.metrics = _metrics(given.pop("speculation_metrics"))
     if len(constraints := [name for name in _CONSTRAINTS if name in given]) > 1:
-        raise _invalid("sampling.constraint", f"give at most one of {', '.join(_CONSTRAINTS)}, got {constraints}")
+        raise InvalidRequestError.of(
+            "sampling.constraint", f"give at most one of {', '.join(_CONSTRAINTS)}, got {constraints}"
+        )
     for name, value in given.items():
         _set_sampling(request.sampling, name, value)
     return request
@@ -122,7 +123,7 @@ def tokenize_request(
 ) -> pb.TokenizeRequest:
     """The request. Raises: InvalidRequestError unless exactly one of text and messages is given."""
     if (text is None) == (messages is None):
-        raise _invalid("prompt", "give exactly one of text and messages")
+        raise InvalidRequestError.of("prompt", "give exactly one of text and messages")
     chat = None if messages is None else _chat(messages)
     return pb.TokenizeRequest(text=text, chat=chat, add_special_tokens=add_special_tokens)
 
@@ -132,7 +133,9 @@ def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
     chat = pb.ChatMessages()
     for i, message in enumerate(messages):
         if unknown := set(message) ^ {"role", "content"}:
-            raise _invalid(f"chat.messages[{i}]", f"needs role and content and no more, see {sorted(unknown)}")
+            raise InvalidRequestError.of(
+                f"chat.messages[{i}]", f"needs role and content and no more, see {sorted(unknown)}"
+            )
         added = chat.messages.add()
         for name in ("role", "content"):
             _assign(added, name, message[name], f"chat.messages[{i}].{name}")
@@ -141,7 +144,7 @@ def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
 
 def _metrics(name: object) -> pb.SpeculationMetrics:
     if name not in _METRICS:
-        raise _invalid("speculation.metrics", f"must be one of {', '.join(_METRICS)}, got {name!r}")
+        raise InvalidRequestError.of("speculation.metrics", f"must be one of {', '.join(_METRICS)}, got {name!r}")
     return _METRICS[str(name)]
 
 
@@ -155,7 +158,7 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
                 try:
                     sampling.logit_bias[token_id] = bias
                 except (TypeError, ValueError) as error:
-                    raise _invalid(f"{path}[{token_id}]", str(error)) from error
+                    raise InvalidRequestError.of(f"{path}[{token_id}]", str(error)) from error
         case "allowed_token_ids":
             sampling.allowed_token_ids.SetInParent()
             _extend(sampling.allowed_token_ids, "ids", value, path)
@@ -174,34 +177,28 @@ def _schema_text(schema: object, path: str) -> str:
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
-        raise _invalid(path, str(error)) from error
+        raise InvalidRequestError.of(path, str(error)) from error
 
 
 def _assign(message: ProtoMessage, name: str, value: object, path: str) -> None:
     field_type = message.DESCRIPTOR.fields_by_name[name].type
     limits = _INTEGERS.get(field_type)
     if limits is not None and isinstance(value, bool):  # which would pass for 0 or 1
-        raise _invalid(path, f"must be an integer, got {value}")
+        raise InvalidRequestError.of(path, f"must be an integer, got {value}")
     if limits is not None and isinstance(value, int) and not limits[0] <= value <= limits[1]:
         # Narrower limits are the server's to know; it never sees these.
-        raise _invalid(path, f"must be from {limits[0]} to {limits[1]}, got {value}")
+        raise InvalidRequestError.of(path, f"must be from {limits[0]} to {limits[1]}, got {value}")
     try:
         setattr(message, name, value)
     except TypeError as error:
         kind = _KINDS.get(field_type, "a number")
-        raise _invalid(path, f"must be {kind}, got {value!r}") from error
+        raise InvalidRequestError.of(path, f"must be {kind}, got {value!r}") from error
     except ValueError as error:
-        raise _invalid(path, str(error)) from error
+        raise InvalidRequestError.of(path, str(error)) from error
 
 
 def _extend(message: object, name: str, values: Iterable[object], path: str) -> None:
     try:
         getattr(message, name).extend(values)
     except (TypeError, ValueError) as error:
-        raise _invalid(path, str(error)) from error
-
-
-def _invalid(field: str, description: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{field}: {description}", grpc.StatusCode.INVALID_ARGUMENT, (FieldViolation(field, description),)
-    )
+        raise InvalidRequestError.of(path, str(error)) from error

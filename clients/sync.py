@@ -23,6 +23,7 @@ from clients.channel import (
     not_ready,
 )
 from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError, error_from_rpc
+from clients.metadata import Metadata, checked_metadata
 from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
 from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
 from clients.retry import DEFAULT_RETRY, RetryPolicy
@@ -154,7 +155,7 @@ class Client:
         prompt: str | None = None,
         *,
         timeout_s: float | None = None,
-        metadata: Iterable[tuple[str, str]] = (),
+        metadata: Metadata = (),
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Begin a generation from text, `token_ids` or `messages`.
@@ -163,7 +164,7 @@ class Client:
             metadata: sent along, such as a W3C traceparent.
         Raises: InvalidRequestError for what the wire cannot carry.
         """
-        request, headers = generate_request(prompt, options), tuple(metadata)
+        request, headers = generate_request(prompt, options), checked_metadata(metadata)
 
         def open_call(remaining_s: float | None) -> Any:
             return self._stub.Generate(request, timeout=remaining_s, metadata=headers)

@@ -1,12 +1,13 @@
 """The W3C trace context that all calls of one generation share."""
 
 import secrets
-from collections.abc import Iterable
+
+from clients.metadata import Metadata
 
 TRACEPARENT = "traceparent"
 
 
-def with_trace_context(metadata: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def with_trace_context(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     """The metadata, with the caller's trace or else a new one: calls of several servers become one trace.
 
     A new one is marked as sampled, as nobody above it has decided otherwise.

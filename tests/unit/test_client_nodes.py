@@ -110,6 +110,6 @@ def test_a_trace_is_the_callers_or_a_new_one() -> None:
     assert with_trace_context(given) == given
     (key, first), (_, second) = (with_trace_context([("x", "y")])[-1] for _ in range(2))
     assert key == "traceparent"
-    version, trace_id, span_id, flags = first.split("-")
+    version, trace_id, span_id, flags = str(first).split("-")
     assert (version, len(trace_id), len(span_id), flags) == ("00", 32, 16, "01")
     assert first != second
