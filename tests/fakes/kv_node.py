@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from connectors.base import BlockLoad, ConnectorContext, KVCaches, KVGroup, KVRequest
+from connectors.peer.leases import LeaseTable
 from connectors.registry import config_class
 from server.kv_handle import KVHandle
 
@@ -167,3 +169,12 @@ class KVNode:
     def close(self) -> None:
         """End all threads."""
         self.worker.shutdown(10.0)
+
+
+def ask_until_renewed(reader: KVNode, request: KVRequest) -> None:
+    """Ask for what there is of a request until the node that holds it has heard of it."""
+    with patch.object(LeaseTable, "renew", autospec=True, side_effect=LeaseTable.renew) as renew:
+        while not renew.called:
+            assert reader.matched(request)
+            reader.step()
+            reader.notified.acquire(timeout=0.02)

@@ -18,7 +18,6 @@ from connectors.nixl.connector import NixlConfig
 from connectors.nixl.session import NixlSession
 from connectors.peer.leases import LeaseTable
 from server.errors import ConfigError
-from tests.fakes.core import Clock
 from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
 from tests.fakes.thread_watch import no_thread_is_left
@@ -301,29 +300,6 @@ def test_what_a_node_has_held_that_is_gone_is_free_in_time(nodes: ExitStack) -> 
 def test_a_lease_that_nobody_reads_ends(nodes: ExitStack) -> None:
     holder = node(nodes, engine_id="holder", lease_seconds=0.2)
     holder.wait_for_release(holder.hand_on(1))
-
-
-def test_an_expired_lease_behind_a_renewed_one(nodes: ExitStack) -> None:
-    clock = Clock()
-    holder = node(nodes, engine_id="holder", lease_seconds=2.5, clock=clock)
-    reader = node(nodes, peer_timeout_seconds=0.3)
-    holder.fill()
-    renewed, expired = holder.hand_on(1, 2), holder.hand_on(3, 4)
-    request = reader.request(2, source=renewed)
-    for _ in range(3):  # seconds in which the reader has no blocks for it
-        clock.now_s += 1.0
-        with patch.object(LeaseTable, "renew", autospec=True, side_effect=LeaseTable.renew) as renew:
-            while not renew.called:
-                assert reader.matched(request) == 2
-                reader.step()
-                reader.notified.acquire(timeout=0.02)
-    holder.wait_for_release(expired)
-    assert renewed.lease_id not in holder.ended.released
-    assert reader.wait_for_load(reader.begin(expired, 4, 5)) == {4, 5}
-    assert reader.matched(request) == 2
-    assert reader.wait_for_load(reader.order(request, (6, 7))) == frozenset()
-    assert torch.equal(reader.blocks[[6, 7]], holder.blocks[[1, 2]])
-    holder.wait_for_release(renewed)
 
 
 def test_a_host_that_is_not_allowed_is_not_asked(nodes: ExitStack, holder: KVProcess) -> None:

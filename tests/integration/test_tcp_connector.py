@@ -4,16 +4,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from connectors.base import KVRequest
-from connectors.peer.leases import LeaseTable
 from server.kv_handle import KVHandle
-from tests.fakes.core import Clock
-from tests.fakes.kv_node import KVNode
+from tests.fakes.kv_node import KVNode, ask_until_renewed
 from tests.fakes.relay import Relay
 from tests.fakes.thread_watch import no_thread_is_left
 
@@ -167,32 +163,6 @@ def test_nobody_gets_what_is_not_meant_for_them(node: Node, is_other: bool, size
     block_ids = range(16 // size)
     assert consumer.wait_for_load(consumer.begin(forged, *block_ids)) == set(block_ids)
     assert not consumer.blocks.any()
-
-
-def ask_until_renewed(consumer: KVNode, request: KVRequest) -> None:
-    """Ask for what there is until its node has heard of it."""
-    with patch.object(LeaseTable, "renew", autospec=True, side_effect=LeaseTable.renew) as renew:
-        while not renew.called:
-            assert consumer.matched(request) == 2
-            consumer.step()
-            consumer.notified.acquire(timeout=0.02)
-
-
-def test_an_expired_lease_behind_a_renewed_one(node: Node) -> None:
-    clock = Clock()
-    producer, consumer = node(lease_seconds=2.5, clock=clock), node(peer_timeout_seconds=0.3)
-    producer.fill()
-    renewed, expired = producer.hand_on(0, 1), producer.hand_on(2, 3)
-    request = consumer.request(2, source=renewed)
-    for _ in range(3):  # seconds in which the consumer has no blocks for it
-        clock.now_s += 1.0
-        ask_until_renewed(consumer, request)
-    producer.wait_for_release(expired)
-    assert renewed.lease_id not in producer.ended.released
-    assert consumer.wait_for_load(consumer.begin(expired, 4, 5)) == {4, 5}
-    assert consumer.matched(request) == 2
-    assert consumer.wait_for_load(consumer.order(request, (6, 7))) == frozenset()
-    producer.wait_for_release(renewed)
 
 
 def test_a_held_lease_ends_once_nobody_asks_any_more(node: Node) -> None:
