@@ -39,6 +39,8 @@ WINDOW = 64
 LINGER_MS = 100
 """How long what was said last may still be sent after a connection was closed."""
 NUM_WORDS = HASH_NBYTES // 4
+MAX_CHUNK_SIZE = 1 << 16
+"""Every call for a block has so many words."""
 
 _WORDS = struct.Struct(f">{NUM_WORDS}I")
 
@@ -81,8 +83,8 @@ class LMCacheLink:
             raise LMCacheFailure(f"it cannot be connected to: {error}") from error
         try:
             self._chunk_size = int(self._answer(self._client.get_chunk_size(), self._deadline()))
-            if self._chunk_size < NUM_WORDS:
-                raise LMCacheFailure(f"its --chunk-size, {self._chunk_size}, is less than {NUM_WORDS}")
+            if not NUM_WORDS <= self._chunk_size <= MAX_CHUNK_SIZE:
+                raise LMCacheFailure(f"its --chunk-size, {self._chunk_size}, is not {NUM_WORDS} to {MAX_CHUNK_SIZE}")
         except LMCacheFailure:
             self._close()
             raise

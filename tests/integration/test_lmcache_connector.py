@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -162,16 +162,17 @@ def test_chunks_of_any_size_hold_a_block(
 
 
 @pytest.mark.full
-def test_chunks_that_are_too_small_for_a_hash_are_told(
-    lmcache_server: LMCacheProcess, tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+@pytest.mark.skipif(find_spec("lmcache") is None, reason="lmcache is not installed")
+@pytest.mark.parametrize("chunk_size", [4, 1 << 17])
+def test_chunks_that_are_too_small_for_a_hash_or_take_too_long_are_told(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, chunk_size: int
 ) -> None:
     """Such a server is left alone like one that is not there."""
-    process = LMCacheProcess(tmp_path / "log", chunk_size=4)
-    store = open_store(process.port, clock)
-    assert not has(store, 1)
-    store.close()
-    process.close()
-    assert "is not used for now: its --chunk-size, 4, is less than 8" in caplog.text
+    with closing(LMCacheProcess(tmp_path / "log", chunk_size=chunk_size)) as process:
+        store = open_store(process.port, clock)
+        assert not has(store, 1)
+        store.close()
+    assert f"is not used for now: its --chunk-size, {chunk_size}, is not 8 to 65536" in caplog.text
 
 
 def test_a_flipped_byte_is_a_miss(folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]]) -> None:
