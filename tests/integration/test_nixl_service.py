@@ -161,6 +161,15 @@ def test_a_node_that_says_what_can_not_be(reader: KVNode, holder: KVNode, values
     assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == frozenset(), "it was not taken for true"
 
 
+def test_a_node_of_another_version_is_not_read_from(
+    reader: KVNode, holder: KVNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("connectors.nixl.server.VERSION", 2)
+    assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4), 1, 2)) == {1, 2}
+    assert "version 1 was asked for, this node has 2" in caplog.text
+    assert not reader.blocks.any()
+
+
 @pytest.mark.parametrize("kind", [pb.LocateResponse, pb.CheckResponse])
 def test_fewer_blocks_or_checksums_than_were_asked_for(reader: KVNode, holder: KVNode, kind: type[Message]) -> None:
     def lie(answer: Message) -> None:

@@ -342,6 +342,17 @@ def test_blocks_that_do_not_fit_are_refused_with_both_values(
     assert named in caplog.text
 
 
+def test_a_node_of_another_version_is_not_read_from(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    producer, consumer = node(), node()
+    producer.fill()
+    monkeypatch.setattr("connectors.tcp.serving.PROTOCOL_VERSION", 2)
+    assert consumer.wait_for_load(consumer.begin(producer.hand_on(0, 1), 4, 5)) == {4, 5}
+    assert "protocol version 1 was asked for, this node has 2" in caplog.text
+    assert not consumer.blocks.any()
+
+
 def test_nobody_answers(node: Node) -> None:
     producer, consumer = node(), node()
     handle = producer.hand_on(0, 1)
