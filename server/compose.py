@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CONNECTOR_SHUTDOWN_S = 5.0
 """How long blocks that are being saved may take once the engine has stopped."""
+STREAM_PATIENCE_S = 0.03
+"""How long a token may wait for the next ones on the CPU, if nothing else was asked for; see docs/adr/0018."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ def _build_core(config: Config) -> Core:
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
-        stream_interval=config.server.stream_interval,
+        stream_interval=config.server.stream_interval or 1,
+        stream_patience_s=STREAM_PATIENCE_S if config.server.stream_interval is None and device.type == "cpu" else 0.0,
         transferring=None if connector is None else runner,
         speculation=SpeculationControl(speculative, proposers, scheduler.drafts),
         warm_up=prepare,

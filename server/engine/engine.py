@@ -15,6 +15,7 @@ from typing import Any
 from server.engine.detokenize import Decoder, RememberingDecoder
 from server.engine.live_request import LiveRequest
 from server.engine.lock_wait import blocked_clock
+from server.engine.outbox import Outbox
 from server.engine.protocol import EngineStatistics, RequestStream
 from server.engine.speculation_control import SpeculationControl
 from server.errors import (
@@ -61,6 +62,7 @@ class NativeEngine:
         max_queued_requests: int,
         max_num_seqs: int,
         stream_interval: int = 1,
+        stream_patience_s: float = 0.0,
         speculation: SpeculationControl | None = None,
         transferring: Transferring | None = None,
         warm_up: Callable[[], None] = lambda: None,
@@ -72,6 +74,7 @@ class NativeEngine:
         """Args:
         pipeline_depth: 0 settles each step at once, 1 launches the next one first.
         stream_interval: tokens of a choice that gather before they are streamed; the first goes at once.
+        stream_patience_s: how long tokens of several sequences may wait for those of the next steps; see Outbox.
         speculation: what may change of it while requests run; nothing, if None.
         transferring: moves the scheduler's external KV; None where it has none.
         warm_up: called on the step thread before its first step; whatever it raises ends the start.
@@ -99,7 +102,7 @@ class NativeEngine:
         self._awaited: set[asyncio.Future[SpeculationState]] = set()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Any, float]] = deque()
-        self._undelivered: list[SequenceOutput] = []
+        self._outbox = Outbox(stream_patience_s, clock)
         self._num_failed_steps = 0
         self._is_resting = True
         self._awaiting_quiet: list[tuple[Callable[[], None], float]] = []
@@ -302,7 +305,7 @@ class NativeEngine:
                 self._run_when_quiet()
                 self._step()
             self._begin_transfers()  # whoever stops as soon as it has its answer wants the blocks to be saved, too
-            self.hand_over()
+            self._post_outputs(self._outbox.take_all())
         except Exception:
             logger.exception("the step thread has died")
             self._is_dead = True
@@ -359,6 +362,8 @@ class NativeEngine:
         plan = self._scheduler.schedule()
         if plan is None:
             self._begin_transfers()
+        elif any(row.num_query > 1 + row.num_drafts for row in plan.rows):  # prompts, which take as long as they are
+            self._outbox.make_due()
         self._is_resting = plan is None and not self._in_flight
         if plan is not None:
             launched_s = self._clock()
@@ -372,9 +377,9 @@ class NativeEngine:
         while len(self._in_flight) > depth:
             self._settle_oldest()
         self._snapshot = self._scheduler.statistics()
-        self._undelivered = self._scheduler.take_outputs()
+        self._outbox.put(self._scheduler.take_outputs(), self._snapshot.num_running)
         if plan is None:  # no launch may follow
-            self.hand_over()
+            self._post_outputs(self._outbox.take_all())
 
     def _begin_transfers(self) -> None:
         """Without a step that they would begin with."""
@@ -385,14 +390,16 @@ class NativeEngine:
             self._transferring.begin_transfers(transfers)
 
     def hand_over(self) -> None:
-        """Let the event loop have the last step's outputs, if it has them not yet.
+        """Let the event loop have the last steps' outputs, if it has them not yet and they are not to wait.
 
         By an executor that computes while it launches, once it does so without the interpreter: else they would wait
         for as long as that takes. On the step thread.
         """
-        if self._undelivered:
-            self._post(partial(self._deliver, self._undelivered))
-            self._undelivered = []
+        self._post_outputs(self._outbox.take_due())
+
+    def _post_outputs(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            self._post(partial(self._deliver, outputs))
 
     def _launch(self, plan: StepPlan) -> Any:
         try:

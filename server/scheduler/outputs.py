@@ -30,6 +30,7 @@ class SequenceOutput(NamedTuple):
         num_drafted, num_accepted: draft tokens this step verified and accepted.
         step_time: what speculation made of this step's time.
         prompt_logprobs: all of them, once, with the request's first output that has tokens.
+        is_first: whether the choice had no tokens before.
         handed_on, source: see Finished; the text that was delivered is not known here.
         failure, error: set where the whole request ends with an error.
     """
@@ -50,6 +51,7 @@ class SequenceOutput(NamedTuple):
     handed_on: ChoiceState | None = None
     source: KVHandle | None = None
     transfer_s: float = 0.0
+    is_first: bool = False
     failure: Failure | None = None
     error: str = ""
 

@@ -99,6 +99,7 @@ class StepSettler:
             num_accepted,
             step_time,
             transfer_s=sequence.transfer_s,
+            is_first=is_first,
         )
         if reason is not None:
             stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None

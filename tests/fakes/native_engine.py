@@ -143,6 +143,7 @@ def make_harness(
     block_size: int = 4,
     num_blocks: int = 8192,
     max_drafts: int = 0,
+    stream_patience_s: float = 0.0,
     speculative: SpeculativeConfig | None = None,
     **config: Any,
 ) -> Harness:
@@ -164,6 +165,7 @@ def make_harness(
         pipeline_depth=depth,
         max_queued_requests=max_queued_requests,
         max_num_seqs=core.max_num_seqs,
+        stream_patience_s=stream_patience_s,
         speculation=SpeculationControl(
             speculative, [object()] * len(speculative.proposers) if speculative else [], core.scheduler.drafts
         ),

@@ -10,6 +10,7 @@ from server.engine.protocol import Delta, Finished, FinishReason, Started
 from server.errors import DeadlineExceeded, DuplicateRequest, EngineDead, Overloaded
 from server.events import StepFinished
 from server.plan import StepPlan
+from server.scheduler.outputs import SequenceOutput
 from tests.fakes.core import make_request
 from tests.fakes.eventually import eventually
 from tests.fakes.executor import reference
@@ -84,6 +85,36 @@ async def test_an_executor_that_computes_while_it_launches_has_outputs_handed_ov
                 has_first.set()
         assert has_first.is_set()
         assert num_launched == 3
+
+
+@DEPTHS
+async def test_tokens_of_several_sequences_come_together_but_for_the_first_and_the_last(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [make_request(f"r{i}", range(i + 3), max_tokens=20 + i) for i in range(6)]
+    async with running_engine(depth=depth, stream_patience_s=0.025) as harness:
+        batches: list[list[SequenceOutput]] = []
+        launch, post = harness.executor.launch, harness.engine._post_outputs
+
+        def launch_later(plan: StepPlan) -> object:
+            harness.clock.now_s += 0.01
+            return launch(plan)
+
+        def note(outputs: list[SequenceOutput]) -> None:
+            if outputs:
+                batches.append(outputs)
+            post(outputs)
+
+        monkeypatch.setattr(harness.executor, "launch", launch_later)
+        monkeypatch.setattr(harness.engine, "_post_outputs", note)
+        for request, received in zip(requests, await asyncio.gather(*map(harness.generate, requests)), strict=True):
+            assert received.token_ids() == reference(request, 0)[0]
+    for batch in batches:
+        newest_s = max(output.settled_s for output in batch)
+        assert all(newest_s - output.settled_s < 0.025 for output in batch)
+        assert all(output.settled_s == newest_s for output in batch if output.is_first or output.finish_reason)
+    assert max(len({output.settled_s for output in batch}) for batch in batches) == 3
+    assert sum(output.is_first for batch in batches for output in batch) == len(requests)
 
 
 # -- open and abort --------------------------------------------------------------------------
