@@ -5,6 +5,7 @@ import gc
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 from server.compose import Core, build_core
 from server.config import Config
@@ -45,6 +46,7 @@ async def _serve(config: Config, core: Core) -> None:
         await core.engine.start(on_death=stopping.set)
         gc.collect()
         gc.freeze()  # the model's objects are here to stay: looking through them would cost a step tens of milliseconds
+        _on_signal_to_stop(lambda _: stopping.set())  # before anybody is told that there is something to stop
         await server.set_serving()
         is_serving = True
         address = f"unix:{config.server.uds}" if config.server.uds else f"{config.server.host}:{port}"
@@ -53,13 +55,15 @@ async def _serve(config: Config, core: Core) -> None:
             logger.info("taking admin calls on unix:%s", config.server.admin_uds)
         if telemetry.metrics_port is not None:
             logger.info("metrics on http://%s:%d/metrics", config.observability.metrics_host, telemetry.metrics_port)
-        await _wait_for_signal(stopping)
+        await stopping.wait()
+        # By os._exit: an orderly end of the interpreter would wait for the step thread, or tear it down in its step.
+        _on_signal_to_stop(os._exit)
         if not core.engine.is_alive:
             raise EngineDead("the engine has failed, see the log; start the server again")
         logger.info("stopping: live requests have %g s", config.server.shutdown_timeout_seconds)
     finally:
         is_serving = False
-        gc.unfreeze()
+        gc.unfreeze()  # though the interpreter then ends a second later: Triton would tell of leaks on standard error
         until_s = core.engine.now() + config.server.shutdown_timeout_seconds
         await server.stop()
         await _wait_for_readers(core, until_s)
@@ -78,14 +82,8 @@ async def _wait_for_readers(core: Core, until_s: float) -> None:
         await asyncio.sleep(READERS_POLL_S)
 
 
-async def _wait_for_signal(stopping: asyncio.Event) -> None:
-    """Return once `stopping` is set, or by a signal to stop; a second one then ends the process at once.
-
-    By os._exit: an orderly end of the interpreter would wait for the step thread, or tear it down in its step.
-    """
+def _on_signal_to_stop(action: Callable[[int], object]) -> None:
+    """Args: action: called with the exit code that a signal stands for, in place of what was called before."""
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopping.set)
-    await stopping.wait()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, os._exit, 128 + number)
+        loop.add_signal_handler(number, action, 128 + number)
