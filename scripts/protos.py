@@ -19,11 +19,13 @@ def generate(target: Path) -> None:
 
     Raises: SystemExit with protoc's code; what is wrong stands on stderr.
     """
-    sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("protos/outrider/*/*.proto"))
-    outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={ROOT}", *outputs, *sources]
-    if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise SystemExit(code)
+    sources = sorted(ROOT.glob("protos/outrider/*/*.proto"))
+    services = [path for path in sources if "\nservice " in path.read_text(encoding="utf-8")]
+    for kinds, paths in ((("python", "pyi"), sources), (("grpc_python",), services)):
+        outputs = [f"--{kind}_out={target}" for kind in kinds]
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={ROOT}", *outputs, *map(str, paths)]
+        if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+            raise SystemExit(code)
 
 
 def stale_stubs() -> list[str]:
