@@ -16,7 +16,7 @@ from connectors.nixl.link import NixlLink
 from connectors.nixl.server import NixlServer, NixlServicer
 from connectors.peer.address import AllowedPeers, PeerAddress
 from connectors.peer.config import PeerConfig
-from connectors.peer.connector import PeerScheduler, PeerWorker
+from connectors.peer.connector import peer_connector
 from connectors.peer.leases import LeaseTable
 from connectors.peer.links import PeerLinks
 from connectors.peer.transport import LoadOutcome, PeerLoad
@@ -74,17 +74,7 @@ class NixlConfig(PeerConfig):
             _checked(self.transports or os.environ.get("UCX_TLS", "all"))
         except ValueError as error:
             raise ConfigError(f"environment variable UCX_TLS: {error}") from error
-        leases = LeaseTable(
-            lease_s=self.lease_seconds,
-            peer_timeout_s=self.peer_timeout_seconds,
-            clock=context.clock,
-            notify=context.notify,
-        )
-        transport = NixlTransport(self, context)
-        return Connector(
-            PeerScheduler(transport, leases, context, transfer_timeout_s=self.transfer_timeout_seconds),
-            PeerWorker(transport, leases, context, sweep_period_s=min(0.25, self.peer_timeout_seconds / 10)),
-        )
+        return peer_connector(self, context, NixlTransport(self, context))
 
 
 class NixlTransport:
@@ -112,11 +102,7 @@ class NixlTransport:
 
     def refusal(self, source: KVHandle) -> str | None:
         """Why its address is of no use."""
-        try:
-            address = PeerAddress.parse(source.address)
-        except ValueError as error:
-            return f"address of its KV: {error}"
-        return None if self._allowed.allow(address) else f"allowed_peers does not have {address}, where its KV is"
+        return self._allowed.refusal(source.address)
 
     def start(self, caches: KVCaches, leases: LeaseTable) -> None:
         """Make the agent, and open for others. Raises: ConfigError if NIXL can not do with these settings."""

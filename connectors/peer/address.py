@@ -100,3 +100,11 @@ class AllowedPeers:
         except ValueError:
             ip = None
         return any(rule.allows(host, ip, address.port) for rule in self._rules)
+
+    def refusal(self, text: str) -> str | None:
+        """Why an address, as a client gave it, is of no use; None if it is not."""
+        try:
+            address = PeerAddress.parse(text)
+        except ValueError as error:
+            return f"address of its KV: {error}"
+        return None if self.allow(address) else f"allowed_peers does not have {address}, where its KV is"

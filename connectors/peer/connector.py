@@ -10,6 +10,7 @@ from functools import partial
 
 from connectors.base import (
     BlockLoad,
+    Connector,
     ConnectorContext,
     ConnectorScheduler,
     ConnectorWorker,
@@ -18,6 +19,7 @@ from connectors.base import (
     KVRequest,
 )
 from connectors.misfit import misfit
+from connectors.peer.config import PeerConfig
 from connectors.peer.leases import LEASE_NBYTES, LeaseTable
 from connectors.peer.sweeper import LeaseSweeper
 from connectors.peer.transport import LoadOutcome, PeerLoad, PeerTransport
@@ -234,3 +236,17 @@ class PeerWorker(ConnectorWorker[PeerMetadata]):
         until_s = time.monotonic() + timeout_s
         self._sweeper.close(timeout_s)
         self._transport.close(max(0.0, until_s - time.monotonic()))
+
+
+def peer_connector(config: PeerConfig, context: ConnectorContext, transport: PeerTransport) -> Connector:
+    """Both halves, around what moves the blocks."""
+    leases = LeaseTable(
+        lease_s=config.lease_seconds,
+        peer_timeout_s=config.peer_timeout_seconds,
+        clock=context.clock,
+        notify=context.notify,
+    )
+    return Connector(
+        PeerScheduler(transport, leases, context, transfer_timeout_s=config.transfer_timeout_seconds),
+        PeerWorker(transport, leases, context, sweep_period_s=min(0.25, config.peer_timeout_seconds / 10)),
+    )

@@ -7,7 +7,7 @@ from pydantic import Field
 from connectors.base import Connector, ConnectorContext, KVCaches
 from connectors.peer.address import AllowedPeers, PeerAddress
 from connectors.peer.config import PeerConfig
-from connectors.peer.connector import PeerScheduler, PeerWorker
+from connectors.peer.connector import peer_connector
 from connectors.peer.leases import LeaseTable
 from connectors.peer.links import PeerLinks
 from connectors.tcp.blocks import LocalBlocks
@@ -31,17 +31,7 @@ class TcpConfig(PeerConfig):
 
     def build(self, context: ConnectorContext) -> Connector:
         """Both halves. Raises: ConfigError if the address can not be had."""
-        leases = LeaseTable(
-            lease_s=self.lease_seconds,
-            peer_timeout_s=self.peer_timeout_seconds,
-            clock=context.clock,
-            notify=context.notify,
-        )
-        transport = TcpTransport(self, context)
-        return Connector(
-            PeerScheduler(transport, leases, context, transfer_timeout_s=self.transfer_timeout_seconds),
-            PeerWorker(transport, leases, context, sweep_period_s=min(0.25, self.peer_timeout_seconds / 10)),
-        )
+        return peer_connector(self, context, TcpTransport(self, context))
 
 
 class TcpTransport:
@@ -73,11 +63,7 @@ class TcpTransport:
 
     def refusal(self, source: KVHandle) -> str | None:
         """Why its address is of no use."""
-        try:
-            address = PeerAddress.parse(source.address)
-        except ValueError as error:
-            return f"address of its KV: {error}"
-        return None if self._allowed.allow(address) else f"allowed_peers does not have {address}, where its KV is"
+        return self._allowed.refusal(source.address)
 
     def start(self, caches: KVCaches, leases: LeaseTable) -> None:
         """Open for others."""
