@@ -114,7 +114,8 @@ class Bench:
         requests = [self._request(prompt) for prompt in itertools.islice(self._prompts, batch)]
         now_s = self._core.engine.now()
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run(dataclasses.replace(each, arrival_s=now_s))) for each in requests]
+            arrived = [dataclasses.replace(each, arrival_s=now_s) for each in requests]
+            running = [tasks.create_task(run_to_end(self._core, each)) for each in arrived]
         return Round.of([task.result() for task in running])
 
     def _request(self, prompt: Prompt) -> Request:
@@ -125,13 +126,15 @@ class Bench:
             request_id=f"bench-{next(self._ids)}",
         )
 
-    async def _run(self, request: Request) -> Finished:
-        engine = self._core.engine
-        stream = engine.open(request.request_id)
-        try:
-            engine.submit(stream, request)
-            async for _ in stream:
-                pass
-        finally:
-            engine.abort(request.request_id)
-        return stream.finished[0]
+
+async def run_to_end(core: Core, request: Request) -> Finished:
+    """Run a request of one choice, which ends early if the task does. Returns: how it has finished."""
+    engine = core.engine
+    stream = engine.open(request.request_id)
+    try:
+        engine.submit(stream, request)
+        async for _ in stream:
+            pass
+    finally:
+        engine.abort(request.request_id)
+    return stream.finished[0]

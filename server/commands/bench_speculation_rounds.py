@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from clients.workload import Prompt
-from server.commands.bench_engine_rounds import Round
+from server.commands.bench_engine_rounds import Round, run_to_end
 from server.commands.bench_speculation_steps import StepLog
 from server.compose import Core
-from server.engine.protocol import EngineStatistics, Finished
+from server.engine.protocol import EngineStatistics
 from server.errors import OutriderError
 from server.preprocess import TokensPrompt
 from server.request import Request, SamplingParams
@@ -79,7 +79,7 @@ class Bench:
         before = self._core.engine.statistics()
         requests = self._requests(prompts)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run(request)) for request in requests]
+            running = [tasks.create_task(run_to_end(self._core, request)) for request in requests]
         after = self._core.engine.statistics()
         return Measured(
             Round.of([task.result() for task in running]),
@@ -99,7 +99,7 @@ class Bench:
         reached = self._steps.expect(len(prompts), 2 * num_steps)
         requests = self._requests(prompts)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._run(request)) for request in requests]
+            running = [tasks.create_task(run_to_end(self._core, request)) for request in requests]
             waited: list[asyncio.Future[Any]] = [reached, *running]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not reached.done():
@@ -126,17 +126,6 @@ class Bench:
             request_id=request_id,
             cache_salt=salt,
         )
-
-    async def _run(self, request: Request) -> Finished:
-        engine = self._core.engine
-        stream = engine.open(request.request_id)
-        try:
-            engine.submit(stream, request)
-            async for _ in stream:
-                pass
-        finally:
-            engine.abort(request.request_id)
-        return stream.finished[0]
 
 
 def rotated(listed: Sequence[Candidate], turn: int) -> list[Candidate]:
