@@ -42,6 +42,7 @@ def fill(model: Path, kv_transfer_config: dict[str, Any], prompts: Sequence[Prom
     with kv_engine(model, kv_transfer_config, **settings) as engine:
         for outcome in engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0)):
             assert outcome.error is None
+        engine.settle()
 
 
 def num_full(prompt: Sequence[int]) -> int:

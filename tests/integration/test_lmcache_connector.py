@@ -124,6 +124,7 @@ def test_engines_share_what_they_compute(
         outcomes = first.generate(PROMPTS, SAMPLING[0])
         assert ids(outcomes) == expected[: len(PROMPTS)]
         assert [outcome.num_cached_tokens for outcome in outcomes] == [0] * len(PROMPTS)
+        first.settle()
     with engine(folder, lmcache_server) as second:
         for sampling, tokens in zip(SAMPLING, (expected[: len(PROMPTS)], expected[len(PROMPTS) :]), strict=True):
             outcomes = second.generate(PROMPTS, sampling)
@@ -156,6 +157,7 @@ def test_chunks_of_any_size_hold_a_block(
     server.clear()
     with engine(folder, server, block_size) as first:
         assert ids(first.generate(PROMPTS, SAMPLING[0])) == expected[: len(PROMPTS)]
+        first.settle()
     assert server.memory_status()["total_object_count"] > 0
     with engine(folder, server, block_size) as second:
         outcomes = second.generate(PROMPTS, SAMPLING[1])
@@ -183,6 +185,7 @@ def test_chunks_that_are_too_small_for_a_hash_or_take_too_long_are_told(
 def test_a_flipped_byte_is_a_miss(folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]]) -> None:
     with engine(folder, lmcache_server) as first:
         first.generate(PROMPTS, SAMPLING[0])
+        first.settle()
     assert flip(lmcache_server, 500) >= sum(NUM_LOADABLE) // BLOCK_SIZE
     with engine(folder, lmcache_server) as second:
         outcomes = second.generate(PROMPTS, SAMPLING[0])
@@ -192,9 +195,10 @@ def test_a_flipped_byte_is_a_miss(folder: Path, lmcache_server: LMCacheProcess, 
 
 
 def test_a_server_that_hangs_delays_nobody_else(
-    folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]]
+    folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits for it goes on without; one that has nothing to ask is not held up meanwhile."""
+    monkeypatch.setattr("connectors.content.STORE_TIMEOUT_S", 4.0)
     with engine(folder, lmcache_server) as node, ThreadPoolExecutor(1) as pool:
         node.generate(PROMPTS[-1:], SAMPLING[0])
         lmcache_server.stop()
@@ -217,6 +221,7 @@ def test_a_server_that_was_started_again_at_once_is_used(
         lmcache_server.kill()
         lmcache_server.start()
         assert ids(first.generate(PROMPTS, SAMPLING[0])) == expected[: len(PROMPTS)]
+        first.settle()
         outcomes = second.generate(PROMPTS, SAMPLING[0])
         assert ids(outcomes) == expected[: len(PROMPTS)]
         assert [outcome.num_cached_tokens for outcome in outcomes[3:]] == NUM_LOADABLE[3:]
@@ -239,9 +244,9 @@ def test_nothing_stays_locked_of_calls_that_were_given_up(
     lmcache_server: LMCacheProcess, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They are carried out when the server goes on, and so is what takes them back."""
-    store = open_store(lmcache_server.port, clock, timeout_s=0.3)
+    store = open_store(lmcache_server.port, clock, timeout_s=2.0)
     save(store, 1)
-    clients = [open_store(lmcache_server.port, clock, timeout_s=0.3) for _ in range(2)]
+    clients = [open_store(lmcache_server.port, clock, timeout_s=2.0) for _ in range(2)]
     assert all(has(client, 1) for client in clients)
     lmcache_server.stop()
     try:
@@ -273,7 +278,7 @@ def test_a_server_that_is_not_there_is_a_miss_and_said_once(clock: Clock, caplog
 def test_it_is_left_alone_for_a_while_and_then_used_again(
     store: LMCacheStore, lmcache_server: LMCacheProcess, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    impatient = open_store(lmcache_server.port, clock, timeout_s=0.3)
+    impatient = open_store(lmcache_server.port, clock, timeout_s=2.0)
     save(impatient, 1)
     lmcache_server.stop()
     try:

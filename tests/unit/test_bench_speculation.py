@@ -87,7 +87,7 @@ async def test_only_steps_of_the_whole_batch_count() -> None:
         assert not reached.done()
         clock.now_s += duration_s
         log(StepFinished(duration_s, num_rows, 4, num_tokens, 0.0))
-    await asyncio.wait_for(reached, 5)
+    await asyncio.wait_for(reached, 30)
     clock.now_s += 1.0
     log(StepFinished(1.0, 2, 4, 2, 0.0))
     assert log.tokens_per_s(1) == (4 + 6) / 1.0

@@ -406,7 +406,7 @@ async def test_three_failed_steps_in_a_row_end_the_engine(depth: int, kind: str)
     num_failed = names.index("EngineDead")
     assert num_failed in (1, 2), "at depth 1 a request may take part in two of the three steps"
     assert names == ["RequestFailed"] * num_failed + ["EngineDead"] * (6 - num_failed)
-    await asyncio.wait_for(death.wait(), 10)
+    await asyncio.wait_for(death.wait(), 30)
     assert not harness.engine.is_alive
     with pytest.raises(EngineDead):
         harness.engine.open("late")

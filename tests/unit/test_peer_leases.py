@@ -167,14 +167,14 @@ def test_the_sweeper_needs_no_traffic(clock: Clock) -> None:
     clock.now_s += 30.0
     assert released.wait(30.0)
     assert leases.take_released() == (lease_id,)
-    sweeper.close(5.0)
-    sweeper.close(5.0)
+    sweeper.close(30.0)
+    sweeper.close(30.0)
 
 
 def test_closing_ends_all_leases(clock: Clock) -> None:
     leases = table(clock)
     sweeper = LeaseSweeper(leases, 60.0)
     lease_id = grant(leases)
-    sweeper.close(5.0)
+    sweeper.close(30.0)
     assert leases.take_released() == (lease_id,)
     assert "outrider-kv-leases" not in {thread.name for thread in threading.enumerate()}

@@ -1,13 +1,13 @@
 """The port that blocks are served at, and the end of its threads."""
 
 import socket
-import threading
 import time
 from contextlib import suppress
 from typing import Any, cast
 
 from connectors.peer.leases import LeaseTable
 from connectors.tcp.server import TcpServer
+from tests.fakes.thread_watch import no_thread_is_left
 
 BLOCKS = cast("Any", None)
 """Nobody gets as far as asking for any."""
@@ -21,28 +21,24 @@ def leases() -> LeaseTable:
     return LeaseTable(lease_s=30.0, peer_timeout_s=3.0, clock=time.monotonic, notify=lambda: None)
 
 
-def serving_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider-tcp")]
-
-
 def test_it_ends_at_whatever_point_its_thread_is() -> None:
-    for _ in range(100):
-        started = server()
-        started.start(BLOCKS, leases())
-        started.close(0.0)
-        assert serving_threads() == []
+    with no_thread_is_left():
+        for _ in range(100):
+            started = server()
+            started.start(BLOCKS, leases())
+            started.close(0.0)
 
 
 def test_connections_that_say_nothing_end_with_it() -> None:
-    started = server()
-    started.start(BLOCKS, leases())
-    host, _, port = started.address.rpartition(":")
-    clients = [socket.create_connection((host, int(port))) for _ in range(8)]
-    started.close(0.0)
-    assert serving_threads() == []
+    with no_thread_is_left():
+        started = server()
+        started.start(BLOCKS, leases())
+        host, _, port = started.address.rpartition(":")
+        clients = [socket.create_connection((host, int(port))) for _ in range(8)]
+        started.close(0.0)
     for client in clients:
         with client, suppress(ConnectionResetError):  # one that was not accepted yet
-            client.settimeout(10.0)
+            client.settimeout(30.0)
             assert client.recv(1) == b""
 
 
