@@ -111,7 +111,7 @@ async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, numb
     path = tmp_path / "socket"
     with child("-m", "server", *flags(model), f"--uds={path}") as process:
         async with AsyncClient(f"unix:{path}", retry=NO_RETRY) as client:
-            await client.wait_ready(timeout_s=60)
+            await client.wait_ready(timeout_s=200)
             left = client.generate("once", max_tokens=NUM_TOKENS, ignore_eos=True, n=16)
             deltas = aiter(left)  # an iterator that is dropped ends the call
             await anext(deltas)
@@ -130,7 +130,7 @@ async def test_sigint_ends_an_idle_server_and_its_socket(model: Path, tmp_path: 
     path = tmp_path / "socket"
     with child("-m", "server", *flags(model), f"--uds={path}") as process:
         async with AsyncClient(f"unix:{path}", retry=NO_RETRY) as client:
-            await client.wait_ready(timeout_s=60)
+            await client.wait_ready(timeout_s=200)
             await client.generate("once", max_tokens=3, ignore_eos=True)
         process.send_signal(signal.SIGINT)
         _, log = await asyncio.to_thread(process.communicate, timeout=60)
@@ -170,7 +170,7 @@ def test_a_dead_engine_ends_the_process(
 
     def call() -> None:
         with Client(target, retry=NO_RETRY) as client, grpc.insecure_channel(target) as channel:
-            client.wait_ready(timeout_s=60)
+            client.wait_ready(timeout_s=200)
             watch = HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             statuses.append(next(watch).status)
             try:

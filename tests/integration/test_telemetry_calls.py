@@ -81,7 +81,7 @@ async def observed(engine: Engine, tokenizer: Tokenizer, receiver: OtlpReceiver)
             yield client
     finally:
         await server.stop()
-        await asyncio.to_thread(telemetry.shutdown, 5.0)
+        await asyncio.to_thread(telemetry.shutdown, 30.0)
 
 
 async def test_a_generation_is_traced_and_measured(tokenizer: Tokenizer) -> None:

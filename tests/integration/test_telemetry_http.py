@@ -24,6 +24,12 @@ STEPS = "outrider_speculation_steps_total"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
+@pytest.fixture(autouse=True)
+def _a_scrape_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all that was published before it, however busy the machine is."""
+    monkeypatch.setattr("server.telemetry.pipeline._SCRAPE_WAIT_S", 30.0)
+
+
 @contextmanager
 def running(
     bus: EventBus,
@@ -48,7 +54,7 @@ def running(
     try:
         yield telemetry
     finally:
-        telemetry.shutdown(5)
+        telemetry.shutdown(30)
 
 
 def get(telemetry: Telemetry, path: str, *, host: str = "127.0.0.1") -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """A server as operators run it: load from `bench serve`, and what telemetry says of that load."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from clients.sync import Client
 from server.cli import main
+from tests.fakes.eventually import eventually
 from tests.fakes.otlp_receiver import OtlpReceiver, attributes, running_receiver
 from tests.tiny_model import build_tiny_model
 
@@ -36,7 +38,7 @@ def serving(folder: Path, *flags: str) -> Iterator[str]:
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         with Client(target) as client:
-            client.wait_ready(timeout_s=60)
+            client.wait_ready(timeout_s=200)
         yield target
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=60)
@@ -57,6 +59,20 @@ def scrape(port: int) -> dict[str, float]:
     return totals
 
 
+def scrape_when_idle(port: int) -> dict[str, float]:
+    """Once every block is free and every step measured: one that was launched ahead may end behind the last token."""
+    metrics: dict[str, float] = {}
+
+    def is_idle() -> bool:
+        metrics.update(scrape(port))
+        num_settled = metrics["outrider_step_duration_seconds_count"]
+        is_free = metrics["outrider_kv_blocks_free"] == metrics["outrider_kv_blocks_total"] > 0
+        return is_free and num_settled == metrics["outrider_steps_total"]
+
+    asyncio.run(eventually(is_idle))
+    return metrics
+
+
 def test_bench_prometheus_and_spans_agree_on_a_real_server(tmp_path: Path) -> None:
     dataset, output, port = tmp_path / "prompts.txt", tmp_path / "report.json", free_port()
     dataset.write_text("".join(f"the dog {number} and then the dog jumps\n" for number in range(NUM_PROMPTS)))
@@ -67,7 +83,7 @@ def test_bench_prometheus_and_spans_agree_on_a_real_server(tmp_path: Path) -> No
             arguments = ["--target", target, "--dataset", str(dataset), "--output", str(output), "--ignore-eos"]
             counts = ["--num-prompts", str(NUM_PROMPTS), "--random-output-len", str(OUTPUT_LEN), "--num-warmups", "0"]
             assert main(["bench", "serve", *arguments, *counts, "--max-concurrency", "4"]) == 0
-            metrics = scrape(port)
+            metrics = scrape_when_idle(port)
     report = json.loads(output.read_text(encoding="utf-8"))
 
     assert report["requests"] == {"completed": NUM_PROMPTS, "failed": 0, "failed_by_status": {}}
@@ -76,9 +92,7 @@ def test_bench_prometheus_and_spans_agree_on_a_real_server(tmp_path: Path) -> No
     assert report["speculation"]["draft_tokens"] == metrics["outrider_draft_tokens_total"] > 0
     assert report["speculation"]["accepted_tokens"] == metrics["outrider_accepted_draft_tokens_total"]
     assert metrics["gen_ai_server_time_to_first_token_seconds_count"] == NUM_PROMPTS
-    assert metrics["outrider_step_duration_seconds_count"] == metrics["outrider_steps_total"]
     assert metrics["outrider_requests_running"] == metrics["outrider_requests_waiting"] == 0
-    assert metrics["outrider_kv_blocks_free"] == metrics["outrider_kv_blocks_total"] > 0
     assert_spans_agree(receiver, report)
 
 

@@ -48,7 +48,7 @@ def test_a_generation_is_a_server_span_under_its_caller_with_its_phases_below(re
         attributes={"gen_ai.request.temperature": 0.5, "server.port": 50051},
     )
     bus.publish(call)
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
 
     [span] = receiver.server_spans()
     assert span.name == "outrider.v1.Inference/Generate"
@@ -111,7 +111,7 @@ def test_every_outcome_is_one_ended_span(
     bus = EventBus()
     telemetry = start(bus, f"http://{receiver.endpoint}")
     bus.publish(call_finished(status=status, error="" if status == "OK" else "what went wrong"))
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
 
     [span] = receiver.spans
     assert span.end_time_unix_nano > span.start_time_unix_nano
@@ -132,7 +132,7 @@ def test_phases_that_were_never_reached_have_no_span_and_none_outlasts_the_call(
         finished(1, queue_s=0.5, prefill_s=0.1, decode_s=7.0),
     )
     bus.publish(call_finished(choices=choices, duration_s=1.0))
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
 
     [parent] = receiver.server_spans()
     phases = [(attributes(s.attributes)["outrider.choice.index"], s.name) for s in receiver.spans if s is not parent]
@@ -144,7 +144,7 @@ def test_the_call_tells_of_all_its_choices(receiver: OtlpReceiver) -> None:
     bus = EventBus()
     telemetry = start(bus, receiver.endpoint)
     bus.publish(call_finished(choices=(finished(0), finished(1))))
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
     [span] = receiver.server_spans()
     described = attributes(span.attributes)
     assert {name: described[name] for name in SPECULATION} == {
@@ -170,7 +170,7 @@ def test_fifty_concurrent_calls_keep_their_own_parents(receiver: OtlpReceiver) -
         thread.start()
     for thread in threads:
         thread.join()
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
 
     spans = receiver.server_spans()
     assert len(spans) == 50
@@ -187,7 +187,7 @@ def test_the_callers_decision_not_to_sample_is_kept(receiver: OtlpReceiver) -> N
     bus = EventBus()
     telemetry = start(bus, receiver.endpoint)
     bus.publish(call_finished(metadata={"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-00"}, choices=(finished(),)))
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
     assert receiver.spans == []
 
 
@@ -201,7 +201,7 @@ def test_the_environment_alone_is_enough(receiver: OtlpReceiver) -> None:
     }
     telemetry = start(bus, None, environ)
     bus.publish(call_finished(method="GetStats"))
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
     assert [span.name for span in receiver.spans] == ["outrider.v1.Inference/GetStats"]
     assert "gen_ai.operation.name" not in attributes(receiver.spans[0].attributes)
     assert receiver.resource["service.name"] == "chat-backend"
@@ -218,7 +218,7 @@ def test_the_environment_can_turn_traces_off(receiver: OtlpReceiver, environ: Ma
     bus = EventBus()
     telemetry = start(bus, receiver.endpoint, environ)
     bus.publish(call_finished())
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
     assert receiver.spans == []
     assert bool(receiver.metrics) == ("OTEL_SDK_DISABLED" not in environ)
 
@@ -252,7 +252,7 @@ def test_waiting_for_kv_from_another_node_is_a_phase_of_its_own(receiver: OtlpRe
     timing = replace(finished().timing, transfer_s=0.03)
     call = call_finished(choices=(replace(finished(), timing=timing),))
     bus.publish(call)
-    telemetry.shutdown(5)
+    telemetry.shutdown(30)
 
     [span] = receiver.server_spans()
     ends_ms = {
