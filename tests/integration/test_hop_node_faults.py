@@ -260,15 +260,16 @@ async def test_a_handle_of_a_node_that_was_started_again(scene: Scene) -> None:
 
 async def test_a_prefill_node_that_is_told_to_stop_waits_for_who_reads(scene: Scene) -> None:
     """The decode node would fail what it cannot load."""
-    async with scene.hop():
+    async with scene.hop() as hop:
+        await hop.settle()
         request = scene.fresh()
         first, continuation = await begun(scene.servers.prefill.target, request)
         scene.servers.prefill.stop()
         await eventually(lambda: f"others may read {NUM_FULL // 16} KV blocks" in scene.servers.prefill.log)
         rest = await tokens(scene.servers.strict.target, continuation)
         assert [(*first, *rest)] == await scene.expected(request)
-        scene.servers.prefill.close()
-        assert scene.servers.prefill.log.rstrip().endswith("stopped")
+        await eventually(lambda: scene.servers.prefill.log.rstrip().endswith("stopped"))
+        scene.servers.prefill.close()  # not before, as a second signal ends it at once
 
 
 async def test_a_handle_whose_lease_has_ended(scene: Scene) -> None:
