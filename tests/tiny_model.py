@@ -5,6 +5,7 @@ The weights are seeded, so the same options give the same bytes in every process
 
 import json
 from pathlib import Path
+from typing import Any
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -41,8 +42,8 @@ def build_tiny_model(
         folder: made if missing; its files are overwritten.
         vocab_size: rows of the embedding; at least 300 leaves room for the tokenizer's merges.
         sliding_window: None makes a Llama; a number makes a Mistral whose every layer sees that many tokens.
-        poison_token_id: the embedding row of this token is NaN, and so are the logits after it. The
-            output projection is a tensor of its own, so other requests stay clean.
+        poison_token_id: the embedding row of this token is NaN, and so are the logits after it. Nobody draws it by
+            chance, so other requests stay clean.
         generation_config: further entries of generation_config.json, such as {"temperature": 0.7}.
         seed: of the weights.
 
@@ -82,11 +83,24 @@ def build_tiny_model(
                 if parameter.dim() > 1:
                     parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
             if poison_token_id is not None:
-                model.get_input_embeddings().weight[poison_token_id] = float("nan")
+                _poison(model, poison_token_id)
     model.save_pretrained(folder)
     entries = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2, **(generation_config or {})}
     (folder / "generation_config.json").write_text(json.dumps(entries))
     return folder
+
+
+def _poison(model: Any, token_id: int) -> None:
+    """The first hidden unit is the same positive number everywhere; this token's logit, and only it, is far below."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding[:, 0] = 2.0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
+    output[:, 0] = 0.0
+    output[token_id] = 0.0
+    output[token_id, 0] = -60.0
+    embedding[token_id] = float("nan")
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

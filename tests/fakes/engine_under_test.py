@@ -218,6 +218,7 @@ def engine_on(
         "compile": "none",
         "kv_cache_memory_bytes": 4 << 20,
         "block_size": 16,
+        "stream_interval": 1,  # events come as steps do, whatever the clock says
         "speculative_config": ngram(proposer.num_speculative_tokens) if proposer else None,
     }
     values = {**defaults, **settings}

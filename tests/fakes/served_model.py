@@ -15,6 +15,7 @@ SETTINGS: dict[str, object] = {
     "block_size": 16,
     "kv_cache_memory_bytes": 4 << 20,
     "compile": "none",
+    "stream_interval": 1,
     "speculative_config": {
         "method": "ngram",
         "policy": "fixed",
