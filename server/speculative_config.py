@@ -156,12 +156,14 @@ def parse_speculative_config(given: Given) -> SpeculativeConfig | Literal["auto"
 
     Raises: ConfigError that names every refused value.
     """
-    if given.value == AUTO:
+    if isinstance(given.value, str) and given.value.strip().lower() == AUTO:
         return AUTO
     accepted = 'a JSON object such as {"method": "ngram"}, a list of them, auto or none'
     value = read_json(SPECULATIVE_CONFIG, given, accepted)
     if value is None:
         return None
+    if value == AUTO:
+        return AUTO
     if isinstance(value, SpeculativeConfig):
         return value
     members: list[object] = list(value) if isinstance(value, list | tuple) else [value]

@@ -45,6 +45,11 @@ def test_no_speculation(value: object) -> None:
     assert Config.from_kwargs(speculative_config=value).speculative is None
 
 
+@pytest.mark.parametrize("value", ["auto", "AUTO", " auto", '"auto"'])
+def test_what_is_shipped(value: str) -> None:
+    assert Config.from_kwargs(speculative_config=value).speculative == "auto"
+
+
 def test_unknown_key_points_at_the_nearest() -> None:
     assert refusal({"num_spec_tokens": 3}) == (
         "speculative_config.num_spec_tokens: no such setting of ngram; "
