@@ -22,22 +22,15 @@ _SHIPPED = {"method": "eagle3", "num_speculative_tokens": 4, "rejection_sample_m
 """What does best with the heads that are shipped."""
 
 
-def choose_speculation(config: Config, files: ModelFiles) -> SpeculativeConfig | None:
-    """As configured, or what auto stands for with these files."""
-    if config.speculative != AUTO:
-        return config.speculative
-    if not has_shipped_head("eagle3", lambda: files.weights_digest):
-        return None
-    logger.info("speculation by the eagle3 head shipped for this model; --speculative-config none turns it off")
-    chosen = parse_speculative_config(Given(_SHIPPED, "auto"))
-    assert isinstance(chosen, SpeculativeConfig)
-    return chosen
+def choose_speculation(
+    config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype
+) -> SpeculativeConfig | None:
+    """What is to draft: as configured, or what auto stands for with these files.
 
-
-def check_proposers(
-    speculative: SpeculativeConfig | None, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Refuse what drafts if it does not fit the target, as far as files tell. Raises: ConfigError, ModelError."""
+    What is configured is refused if it does not fit the target, as far as files tell; a shipped head that does not is
+    left out, since nobody asked for it.
+    Raises: ConfigError, ModelError.
+    """
     outline = TargetOutline(
         config=files.config,
         tokenizer=files.tokenizer,
@@ -46,9 +39,21 @@ def check_proposers(
         trusts_code=config.model.trust_remote_code,
         digest=lambda: files.weights_digest,
     )
-    for name, settings in speculative.named_proposers() if speculative else ():
-        with _refused_as(name, settings):
-            settings.check(outline)
+    if config.speculative != AUTO:
+        if config.speculative is not None:
+            _check(config.speculative, outline)
+        return config.speculative
+    if not has_shipped_head("eagle3", outline.digest):
+        return None
+    chosen = parse_speculative_config(Given(_SHIPPED, "auto"))
+    assert isinstance(chosen, SpeculativeConfig)
+    try:
+        _check(chosen, outline)
+    except (ConfigError, ModelError) as error:
+        logger.warning("no speculation: the eagle3 head shipped for this model cannot be used: %s", error)
+        return None
+    logger.info("speculation by the eagle3 head shipped for this model; --speculative-config none turns it off")
+    return chosen
 
 
 def build_proposers(speculative: SpeculativeConfig | None, target: TargetView) -> list[Proposer | HostProposer]:
@@ -58,6 +63,12 @@ def build_proposers(speculative: SpeculativeConfig | None, target: TargetView) -
         with _refused_as(name, settings):
             built.append(settings.build(target))
     return built
+
+
+def _check(speculative: SpeculativeConfig, target: TargetOutline) -> None:
+    for name, settings in speculative.named_proposers():
+        with _refused_as(name, settings):
+            settings.check(target)
 
 
 @contextmanager

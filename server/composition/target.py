@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from proposers.base import TargetModel, TargetView
-from server.composition.proposers import check_proposers, choose_speculation
+from server.composition.proposers import choose_speculation
 from server.config import Config, ModelConfig
 from server.errors import ConfigError
 from server.host import cpu_count
@@ -78,8 +78,7 @@ def load_target(config: Config) -> LoadedTarget:
     kv_dtype = choose_kv_dtype(config.cache.kv_cache_dtype, device, dtype, "--kv-cache-dtype")
     files = find_model(config.model, device, dtype)
     _check_length(config.model, files)
-    speculative = choose_speculation(config, files)
-    check_proposers(speculative, config, files, device, dtype)
+    speculative = choose_speculation(config, files, device, dtype)
     loaded = load_files(files, device, dtype)
     geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, config.cache.block_size, kv_dtype)
     footprint = Footprint.of(loaded.model, geometry.block_nbytes // geometry.block_size)

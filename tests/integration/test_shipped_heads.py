@@ -56,6 +56,23 @@ def test_auto_is_the_head_for_this_model_or_none(tmp_path: Path, monkeypatch: py
     assert info_of(other).speculative_method == "none"
 
 
+def test_a_shipped_head_that_is_broken_costs_no_more_than_its_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, heads = build_tiny_model(tmp_path / "model"), tmp_path / "heads"
+    files = find_model(ModelConfig(model=str(model)), torch.device("cpu"), torch.float32)
+    head = build_tiny_eagle3(heads / "eagle3" / files.weights_digest)
+    (head / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    monkeypatch.setattr("server.composition.proposers.has_shipped_head", partial(has_shipped_head, folder=heads))
+    monkeypatch.setattr("proposers.head_config.shipped_head", partial(shipped_head, folder=heads))
+    assert info_of(model).speculative_method == "none"
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("no speculation: the eagle3 head shipped for this model cannot be used: ")
+    assert "model.safetensors is broken" in warning
+    with pytest.raises(ModelError, match="is broken"):
+        info_of(model, speculative_config={"method": "eagle3"})
+
+
 def test_the_default_model_is_drafted_for_well() -> None:
     """Answers are those without drafts, and steps with drafts bring well over a token each."""
     try:
