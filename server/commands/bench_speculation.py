@@ -16,7 +16,7 @@ from server.commands.bench_speculation_load import GOALS, WORKLOADS, Load
 from server.commands.flag_types import at_least, integer, list_of, number
 from server.config_sources import ResolvedConfig
 from server.errors import ConfigError
-from server.speculative_config import SPECULATIVE_CONFIG, PolicyConfig, SpeculativeConfig
+from server.speculative_config import AUTO, SPECULATIVE_CONFIG, PolicyConfig
 
 _LIBRARIES = ("torch", "triton", "transformers")
 _RANDOM = {"method": "server.commands.bench_random_drafts:RandomConfig", "num_speculative_tokens": 8}
@@ -108,7 +108,11 @@ def _resolved(settings: Mapping[str, object], text: str) -> ResolvedConfig:
     config = json.dumps(_RANDOM) if text == "random" else text
     resolved = resolve_compiled({**settings, SPECULATIVE_CONFIG: config})
     speculative = resolved.config.speculative
-    if not isinstance(speculative, SpeculativeConfig):
+    if speculative == AUTO:
+        raise ConfigError(
+            f'{SPECULATIVE_CONFIG}: name what is measured in place of auto, such as {{"method": "eagle3"}}'
+        )
+    if speculative is None:
         raise ConfigError(f"{SPECULATIVE_CONFIG}: name a proposer; without one there is nothing to measure")
     if speculative.policy != PolicyConfig():
         raise ConfigError(f"{SPECULATIVE_CONFIG}: policies are what is measured; leave them out of {text}")

@@ -30,7 +30,7 @@ class Point:
         return ((self.x - other.x) ** 2 + (self.y - other.y) ** 2) ** 0.5
 
 Rewrite it with the class name changed to Vertex. Answer with the code only."""
-"""Its answer repeats much of it, as edits of code do; that is what n-gram drafts are good at."""
+"""Its answer repeats much of it, as edits of code do; that is easy to draft."""
 _POLL_S = 0.5
 _KILL_AFTER_S = 60.0
 _ROOT = Path(__file__).resolve().parents[2]

@@ -172,6 +172,7 @@ def test_what_is_interrupted_tells_what_it_has(
         (("--concurrency", "1,0"), "must be an integer of at least 1, got '0'"),
         (("--workloads", "prose"), "must be {repeat,text,random}[,{repeat,text,random}...], got 'prose'"),
         (("--speculative-config", "none"), "without one there is nothing to measure"),
+        (("--speculative-config", "auto"), "name what is measured in place of auto"),
         (("--speculative-config", '{"policy": "fixed"}'), "policies are what is measured; leave them out"),
         (("--speculative-config", '{"method": "ngramm"}'), "ngramm"),
         (("--concurrency", "65"), "65 sequences do not run together; raise --max-num-seqs"),
