@@ -4,6 +4,7 @@ Source: Cai et al. 2024, arXiv:2401.10774.
 """
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetOutline, TargetView
@@ -15,6 +16,10 @@ from server.errors import ConfigError
 
 class MedusaConfig(HeadConfig):
     """Settings of Medusa heads."""
+
+    num_speculative_tokens: int = Field(
+        default=3, ge=1, le=32, description="most draft tokens per step, each by a head"
+    )
 
     def check(self, target: TargetOutline) -> None:
         """Read the heads; they are for this target, and as many as drafts. Raises: ConfigError, ModelError."""
