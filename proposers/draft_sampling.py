@@ -4,9 +4,11 @@ import torch
 from torch import Tensor
 
 from proposers.base import DraftSampling
-from server.kernels import jit
+from server.kernels import cpu_sampling, jit
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.noise import Stream, gumbel, uniform
+from server.kernels.rejection_reference import draw as draw_by_coin
+from server.model.sampling_operators import has_sampling_operators
 
 _COINS_PER_POSITION = 64
 """More than a step can have drafts: a coin belongs to the step's first new position, so no two steps share one."""
@@ -57,10 +59,10 @@ def _draw_by_kernel(
 
 def _by_coin(scaled: Tensor, key: Tensor, num_tokens: Tensor, index: int) -> Tensor:
     """Draw from the softmax by one uniform number."""
-    coin = uniform(key, num_tokens * _COINS_PER_POSITION + index, Stream.DRAFT)
-    total = scaled.softmax(-1).double().cumsum(-1)  # in float64, so that the coin never falls behind the last token
-    ids = torch.searchsorted(total, coin.double()[:, None] * total[:, -1:], right=True)
-    return ids[:, 0].clamp(max=scaled.shape[1] - 1)
+    position = num_tokens * _COINS_PER_POSITION + index
+    if has_sampling_operators(scaled.device):
+        return cpu_sampling.draw(scaled, cpu_sampling.uniform(key, position, Stream.DRAFT))
+    return draw_by_coin(scaled, uniform(key, position, Stream.DRAFT))
 
 
 def _target_noise(key: Tensor, position: Tensor, to_target: Tensor | None, vocab_size: int) -> Tensor:

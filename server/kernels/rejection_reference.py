@@ -1,4 +1,4 @@
-"""Eager twin of the acceptance kernels; names and arguments are theirs."""
+"""Eager twin of the acceptance kernels and of the operators for the CPU; names and arguments are theirs."""
 
 import torch
 from torch import Tensor
@@ -39,6 +39,13 @@ def verify_drafts(
     residual = drafter.subtract_from(chance[row, num_accepted, None] * weights.exp(), last)
     left = torch.where(residual > 0, residual.log(), weights - UNLIKELY)
     return num_accepted, torch.where((num_accepted < num_drafts)[:, None], left, weights)
+
+
+def draw(log_weights: Tensor, coins: Tensor) -> Tensor:
+    """One token for each row of [n, vocab] by one uniform number, [n] float32; see cpu_sampling.draw."""
+    total = log_weights.softmax(-1).double().cumsum(-1)  # in float64, so that the coin never falls behind the last one
+    ids = torch.searchsorted(total, coins.double()[:, None] * total[:, -1:], right=True)
+    return ids[:, 0].clamp(max=log_weights.shape[1] - 1)
 
 
 class _Drafter:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from proposers.base import DraftVocabulary
-from server.kernels import jit, rejection_reference
+from server.kernels import cpu_sampling, jit, rejection_reference
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.noise import Stream, gumbel, uniform
 from server.kernels.rejection import Method, verify_drafts
+from server.model.sampling_operators import has_sampling_operators
 
 _COINS_PER_POSITION = 64
 """More than a step can have drafts; each step draws at positions of its own, so no two steps share a coin."""
@@ -47,10 +48,16 @@ class Drafts:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """[n] int64 each: drafts kept, and the token that follows them."""
+    """[n] int64 each: drafts kept, and the token that follows them.
+
+    Attributes:
+        scores: [n, k + 1], the highest logit of each position up to that token, see sampler.Chosen; None where
+            kernels have found them already.
+    """
 
     num_accepted: Tensor
     next_ids: Tensor
+    scores: Tensor | None = None
 
 
 def count_accepted(draft_ids: Tensor, num_drafts: Tensor, target_ids: Tensor) -> Tensor:
@@ -84,6 +91,7 @@ class RejectionRule:
         """Args: vocabulary: of what drafts are drawn from; None where they are certain."""
         self.is_coupling = acceptance.method is Method.STANDARD and vocabulary is None
         self._method = acceptance.method
+        self._has_operators = self._method is not Method.SYNTHETIC and has_sampling_operators(device)
         rates = acceptance.rates
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device) if rates else None
         self._to_draft = None if vocabulary is None else vocabulary.to_draft
@@ -96,19 +104,31 @@ class RejectionRule:
         num_drafts = drafts.ids.shape[1]
         coin = torch.arange(num_drafts, device=position.device)
         coins = position[:, None] * _COINS_PER_POSITION + coin
+        keys = key[:, None].expand_as(coins)
+        if self._has_operators:
+            return self._verify_by_operators(target_logits, drafts, keys, coins, position)
+        judged = target_logits, drafts.ids.long(), drafts.counts, uniform(keys, coins, Stream.ACCEPT).contiguous()
         rates = None if self._rates is None else self._rates[:num_drafts]
         verify = verify_drafts if jit.is_available(target_logits.device) else rejection_reference.verify_drafts
-        num_accepted, weights = verify(
-            target_logits,
-            drafts.ids.long(),
-            drafts.counts,
-            uniform(key[:, None].expand_as(coins), coins, Stream.ACCEPT).contiguous(),
-            self._method,
-            drafts.logits,
-            self._to_draft,
-            rates,
+        num_accepted, weights = verify(*judged, self._method, drafts.logits, self._to_draft, rates)
+        scores = None if jit.is_available(target_logits.device) else target_logits.amax(-1)
+        return Verified(num_accepted, _draw(weights, key, position), scores)
+
+    def _verify_by_operators(
+        self, target_logits: Tensor, drafts: Drafts, keys: Tensor, coins: Tensor, position: Tensor
+    ) -> Verified:
+        return Verified(
+            *cpu_sampling.verify_drafts(
+                target_logits,
+                drafts.ids.long(),
+                drafts.counts,
+                cpu_sampling.uniform(keys, coins, Stream.ACCEPT),
+                cpu_sampling.uniform(keys[:, 0], position, Stream.RESAMPLE),
+                self._method,
+                drafts.logits,
+                self._to_draft,
+            )
         )
-        return Verified(num_accepted, _draw(weights, key, position))
 
 
 def _draw(weights: Tensor, key: Tensor, position: Tensor) -> Tensor:

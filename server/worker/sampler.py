@@ -54,6 +54,11 @@ class Sampler:
         """
         if jit.is_available(logits.device):
             return self._choose_by_kernels(logits, sampling, position, drafts)
+        rejecting = sampling.rejecting
+        if drafts is not None and rejecting is not None and rejecting.is_all:
+            verified = self._verify(logits, sampling, rejecting, position, drafts)
+            assert verified.scores is not None, "only kernels give none"
+            return Chosen(_joined(drafts, verified), verified.scores, verified.num_accepted)
         target = logits
         if sampling.coupled is not None:
             coupled = self._coupled(logits, sampling, sampling.coupled, position)
@@ -63,18 +68,19 @@ class Sampler:
         if drafts is None:
             return Chosen(ids, scores, None)
         num_accepted = count_accepted(drafts.ids, drafts.counts, ids)
-        if sampling.rejecting is not None:
-            chosen = sampling.rejecting
-            judged = drafts if chosen.is_all else drafts.of(chosen.rows)
-            verified = self._rule.verify(
-                self._target_logits(logits, sampling, chosen),
-                judged,
-                self._batch.key[chosen.of(sampling.slots)],
-                chosen.of(position),
-            )
-            ids[chosen.rows] = _joined(judged, verified)
-            num_accepted[chosen.rows] = verified.num_accepted
+        if rejecting is not None:
+            judged = drafts.of(rejecting.rows)
+            verified = self._verify(logits, sampling, rejecting, position, judged)
+            ids[rejecting.rows] = _joined(judged, verified)
+            num_accepted[rejecting.rows] = verified.num_accepted
         return Chosen(ids, scores, num_accepted)
+
+    def _verify(
+        self, logits: Tensor, sampling: SamplingRows, chosen: Selection, position: Tensor, drafts: Drafts
+    ) -> Verified:
+        """The chosen rows by the rule. Args: drafts: theirs."""
+        target = self._target_logits(logits, sampling, chosen)
+        return self._rule.verify(target, drafts, self._batch.key[chosen.of(sampling.slots)], chosen.of(position))
 
     def _choose_by_kernels(
         self, logits: Tensor, sampling: SamplingRows, position: Tensor, drafts: Drafts | None
@@ -106,7 +112,7 @@ class Sampler:
         batch, slots = self._batch, chosen.of(sampling.slots)
         params = [sampling.infos[i].params for i in chosen.index]
         return restrict(
-            chosen.of(logits) / batch.temperature[slots][:, None, None],
+            chosen.of(logits).div_(batch.temperature[slots][:, None, None]),
             top_k=batch.top_k[slots] if any(row.top_k > 0 for row in params) else None,
             top_p=batch.top_p[slots] if any(row.top_p < 1 for row in params) else None,
             min_p=batch.min_p[slots] if any(row.min_p > 0 for row in params) else None,

@@ -51,7 +51,9 @@ def test_tokens_and_counts_are_equal(
     )
     rates = (0.9, 0.8, 0.7) if method is Method.SYNTHETIC else ()
     vocabulary = DraftVocabulary(VOCAB, torch.float32) if draws else None
-    sampler = Sampler(batch, RejectionRule(Acceptance(method, rates), vocabulary, torch.device(kernel_device)))
+    with patch("server.worker.rejection.has_sampling_operators", return_value=False):  # they draw in another way
+        rule = RejectionRule(Acceptance(method, rates), vocabulary, torch.device(kernel_device))
+    sampler = Sampler(batch, rule)
 
     def choose(*, by_kernels: bool) -> Chosen:
         with patch.object(jit, "is_available", return_value=by_kernels):
