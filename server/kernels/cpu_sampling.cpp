@@ -1,4 +1,4 @@
-// The operators outrider::cpu_uniform, cpu_draw and cpu_verify_drafts; cpu_sampling.py documents them.
+// The operators outrider::cpu_uniform, cpu_argmax, cpu_draw and cpu_verify_drafts; cpu_sampling.py documents them.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -277,6 +277,34 @@ Tensor uniforms_of(const Tensor key, const Tensor position, int64_t stream) {
   return numbers;
 }
 
+std::tuple<Tensor, Tensor> argmax(const Tensor logits) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must be [rows, vocab]");
+  const int64_t rows = logits.size(0), size = logits.size(1);
+  const float* numbers = data<float>(logits, ScalarType::Float, {rows, size}, "logits");
+  Tensor ids = empty({rows}, aoti_torch_dtype_int64()), scores = empty({rows}, aoti_torch_dtype_float32());
+  int64_t* chosen = static_cast<int64_t*>(ids.mutable_data_ptr());
+  float* highest = static_cast<float*>(scores.mutable_data_ptr());
+  torch::stable::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) {
+      const float* from = numbers + row * size;
+      Floats largest = broadcast(-kInfinity);
+      Ints is_nan{};
+      for (int64_t i = 0; i < size; i += kWidth) {
+        const Floats some = load_up_to(from + i, size - i);
+        largest = maximum(some, largest);
+        is_nan |= some != some;
+      }
+      bool has_nan = false;
+      for (int lane = 0; lane < kWidth; lane++) has_nan |= is_nan[lane] != 0;
+      const float score = reduce_max(largest);
+      const float* const place = std::find(from, from + size, score);
+      chosen[row] = place < from + size ? place - from : 0;
+      highest[row] = has_nan ? std::numeric_limits<float>::quiet_NaN() : score;
+    }
+  });
+  return {ids, scores};
+}
+
 Tensor draw_tokens(const Tensor logits, const Tensor coins) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits must be [rows, vocab]");
   const int64_t rows = logits.size(0), size = logits.size(1);
@@ -338,6 +366,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_drafts(const Tensor target_logits, con
 
 STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
   library.def("cpu_uniform(Tensor key, Tensor position, int stream) -> Tensor");
+  library.def("cpu_argmax(Tensor logits) -> (Tensor, Tensor)");
   library.def("cpu_draw(Tensor logits, Tensor coins) -> Tensor");
   library.def("cpu_verify_drafts(Tensor target_logits, Tensor draft_ids, Tensor num_drafts, Tensor uniforms, "
               "Tensor coins, int method, Tensor? draft_logits, Tensor? to_draft) -> (Tensor, Tensor, Tensor)");
@@ -345,6 +374,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(outrider, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(outrider, CPU, library) {
   library.impl("cpu_uniform", TORCH_BOX(&uniforms_of));
+  library.impl("cpu_argmax", TORCH_BOX(&argmax));
   library.impl("cpu_draw", TORCH_BOX(&draw_tokens));
   library.impl("cpu_verify_drafts", TORCH_BOX(&verify_drafts));
 }

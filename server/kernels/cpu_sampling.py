@@ -40,6 +40,18 @@ def uniform(key: Tensor, position: Tensor, stream: int) -> Tensor:
     return numbers.view(position.shape)
 
 
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first id of the highest logit, and that, of each row.
+
+    Args: logits: [..., vocab] float32.
+    Returns: [...] int64, some id or other where there is NaN; [...] float32, then NaN.
+    Raises: RuntimeError for another type.
+    Twin: torch.argmax.
+    """
+    ids, scores = torch.ops.outrider.cpu_argmax(logits.contiguous().flatten(0, -2))
+    return ids.view(logits.shape[:-1]), scores.view(logits.shape[:-1])
+
+
 def draw(logits: Tensor, coins: Tensor) -> Tensor:
     """One token for each row, from the softmax by one uniform number.
 

@@ -29,6 +29,20 @@ def test_uniform_numbers_are_the_twin_s() -> None:
     assert torch.equal(cpu_sampling.uniform(alike, position[:1], noise.Stream.ACCEPT), expected)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 17, 5000])
+def test_the_likeliest_is_the_twin_s(vocab_size: int) -> None:
+    logits = torch.randn(9, 3, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).bfloat16().float()
+    logits[1], logits[2], logits[3, :, 0] = -torch.inf, torch.inf, torch.inf  # of equals, the first
+    logits[4, 1, vocab_size // 2] = torch.nan
+    ids, scores = cpu_sampling.argmax(logits)
+    expected = logits.max(-1)
+    torch.testing.assert_close(scores, expected.values, rtol=0, atol=0, equal_nan=True)
+    is_number = ~scores.isnan()
+    assert is_number.sum() == 26
+    assert torch.equal(ids[is_number], torch.from_numpy(logits.numpy().argmax(-1))[is_number])
+    assert ((ids >= 0) & (ids < vocab_size)).all()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 100, 8192, 49_153])
 def test_draws_are_the_twin_s(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
