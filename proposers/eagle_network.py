@@ -1,25 +1,34 @@
 """EAGLE and EAGLE-3 heads as networks that draft."""
 
 import hashlib
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from proposers.base import Head, TargetModel
 from proposers.checkpoint import check_names
-from proposers.decoder_kinds import kind_of
+from proposers.eagle_body import EagleBody, empty_layers
 from proposers.eagle_checkpoint import EagleHead
-from proposers.eagle_layers import Eagle3Layers, EagleLayers
 from proposers.network import Features, KVShape
 from server.errors import ModelError
-from server.model.attention import AttentionStep, attention_name, bind_kv
+from server.model.attention import CPU_ATTENTION_NAME, AttentionStep, attention_name, bind_kv
 from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
 
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
+
+
+class RunsBody(Protocol):
+    """What computes as EagleBody does."""
+
+    def __call__(self, hidden: Tensor, token_ids: Tensor, step: AttentionStep) -> Tensor: ...
+
+    def condense(self, features: Tensor) -> Tensor: ...
+
+    def output(self, hidden: Tensor) -> Tensor: ...
 
 
 class EagleNetwork:
@@ -30,7 +39,10 @@ class EagleNetwork:
     distances only.
 
     Attributes:
-        num_features: size of the features of a token. The others: see DraftNetwork.
+        head, target: what it was made of, and for. num_features: size of the features of a token.
+        body: all but the output projection. run: what runs in its place, the body itself or compiled code.
+        is_compilable: whether all that the body calls is an operator that compiled code can call.
+        The others: see DraftNetwork.
     """
 
     def __init__(
@@ -42,6 +54,8 @@ class EagleNetwork:
     ) -> None:
         """Args: kv_dtype: of K and V. Raises: ModelError for weights that do not fit."""
         config = head.config
+        self.head = head
+        self.target = target
         self.hidden_size: int = config.hidden_size
         self.max_num_tokens: int | None = config.max_position_embeddings
         self.features: Features = "last" if head.taps is None else head.taps
@@ -50,43 +64,35 @@ class EagleNetwork:
         self.to_target = None if head.to_target is None else head.to_target.to(device)
         self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype)
         config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
-        self._layers = _empty_layers(head, target.config.hidden_size).eval()
-        own = _load(head, self._layers, device, target.dtype)
-        self._rotary = kind_of(config).rotary(config).to(device)
+        layers = empty_layers(head, target.config.hidden_size).eval()
+        own = _load(head, layers, device, target.dtype)
         is_packed = can_pack(device) and not target.runs_plain
         if is_packed:
-            pack_linears(self._layers)
+            pack_linears(layers)
         elif device.type == "cuda" and not target.runs_plain:
-            merge_linears(self._layers)
-        self._embedding = _embedding(head, own.get(_EMBEDDING), target)
+            merge_linears(layers)
+        self.is_compilable = is_packed and config._attn_implementation == CPU_ATTENTION_NAME
+        self.body = EagleBody(head, layers, _embedding(head, own.get(_EMBEDDING), target))
+        self.run: RunsBody = self.body
         self._head = _output(head, own.get(_OUTPUT), self.to_target, target, is_packed=is_packed)
 
     def bind_kv(self, kv: Tensor) -> None:
         """Give its attention the memory for K and V."""
-        bind_kv(self._layers, kv)
+        bind_kv(self.body.layers, kv)
+        self.run = self.body
 
     def condense(self, features: Tensor) -> Tensor:
         """[T, features] -> [T, hidden]."""
-        return self._layers.condense(features)
+        return self.run.condense(features)
 
     def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionStep, hidden: Tensor | None) -> Tensor:
         """See DraftNetwork."""
         assert hidden is not None, "a network with features is always given hidden states"
-        embeds = functional.embedding(token_ids, self._embedding)[None]
-        rotary = self._rotary(embeds, position_ids=positions[None])
-        output: Tensor = self._layers(
-            embeds,
-            hidden[None],
-            attention_mask=None,
-            position_ids=positions[None],
-            position_embeddings=rotary,
-            attention_step=step,
-        )
-        return output[0]
+        return self.run(hidden, token_ids, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocabulary] float32."""
-        return self._head.logits(self._layers.output(hidden))
+        return self._head.logits(self.run.output(hidden))
 
 
 def _fingerprint(head: EagleHead, target: TargetModel, kv_dtype: torch.dtype) -> str:
@@ -108,16 +114,10 @@ def check_weights(head: EagleHead, target_hidden_size: int) -> None:
 
     Raises: ModelError.
     """
-    _check_names(head, _empty_layers(head, target_hidden_size))
+    _check_names(head, empty_layers(head, target_hidden_size))
     for name in (_EMBEDDING, _OUTPUT):
         if name not in head.tensors:
             _check_shareable(head, name, target_hidden_size)
-
-
-def _empty_layers(head: EagleHead, target_hidden_size: int) -> EagleLayers | Eagle3Layers:
-    kind = EagleLayers if head.kind == "eagle" else Eagle3Layers
-    with torch.device("meta"):
-        return kind(head, target_hidden_size)
 
 
 def _check_names(head: EagleHead, layers: nn.Module) -> None:

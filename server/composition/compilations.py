@@ -2,15 +2,19 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from proposers.base import HostProposer, Proposer
 from proposers.draft_model import CausalNetwork
 from proposers.drafting import NetworkProposer
+from proposers.eagle_compiled import order_of, use_compiled
+from proposers.eagle_network import EagleNetwork
 from proposers.network import KVShape
 from server.composition.target import LoadedTarget
 from server.config import ModelConfig
 from server.model.attention import CPU_ATTENTION_NAME
 from server.model.compilation import Compilation
+from server.model.compiled_layers import install
 from server.model.compiled_model import CompileOrder
 from server.model.loader import LoadedModel
 from server.worker.kv_tensors import KVGeometry
@@ -21,18 +25,27 @@ logger = logging.getLogger(__name__)
 def compilations_of(
     config: ModelConfig, target: LoadedTarget, proposers: Sequence[Proposer | HostProposer]
 ) -> list[Compilation]:
-    """One for each model whose operators are all C++, the target and draft models; the others run as they are."""
+    """One for each model whose operators are all C++: target, draft models, EAGLE heads; the others run as they are."""
     compilations: list[Compilation] = []
     if target.is_packed and config.compile != "none":
-        decoders = [(target.loaded, target.geometry)]
-        for proposer in proposers:
-            if isinstance(proposer, NetworkProposer) and isinstance(proposer.network, CausalNetwork):
-                draft = proposer.network
-                decoders.append((draft.loaded, _draft_geometry(draft.kv_shape, target.geometry.block_size)))
+        networks = [proposer.network for proposer in proposers if isinstance(proposer, NetworkProposer)]
+        decoders = [(target.loaded, target.geometry)] + [
+            (network.loaded, _draft_geometry(network.kv_shape, target.geometry.block_size))
+            for network in networks
+            if isinstance(network, CausalNetwork)
+        ]
         compilations = [
-            Compilation(loaded.model, _order(config, loaded, geometry, target.num_threads), config.compile)
+            Compilation(
+                _order(config, loaded, geometry, target.num_threads),
+                config.compile,
+                partial(install, loaded.model, geometry.num_layers),
+            )
             for loaded, geometry in decoders
             if loaded.model.config._attn_implementation == CPU_ATTENTION_NAME
+        ] + [
+            Compilation(order_of(network, target.num_threads), config.compile, partial(use_compiled, network))
+            for network in networks
+            if isinstance(network, EagleNetwork) and network.is_compilable
         ]
     if config.compile == "wait" and target.device.type == "cpu" and not compilations and not config.enforce_eager:
         logger.warning("the decoder layers are not compiled, although compile is wait: the C++ operators are missing")

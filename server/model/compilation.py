@@ -1,4 +1,4 @@
-"""Compiles a model's layers in a process of its own, and lets the model use them."""
+"""Compiles what runs often, in a process of its own, and lets its owner use it."""
 
 import logging
 import subprocess
@@ -7,14 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
-
-from transformers import PreTrainedModel
+from typing import Literal, Protocol
 
 from server.errors import ModelError
 from server.model.cache import cache_root
-from server.model.compiled_layers import install
-from server.model.compiled_model import CompileOrder
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +18,36 @@ PATIENCE_S = 30.0
 """How long compiled layers wait for a moment without requests before admission is held for them."""
 
 
+class Order(Protocol):
+    """What is to be compiled."""
+
+    @property
+    def module(self) -> str:
+        """Whose process makes it: `python -m MODULE ORDER FOLDER`."""
+
+    @property
+    def what(self) -> str:
+        """What is compiled, for the log."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for orders whose result is the same."""
+
+    def to_json(self) -> str:
+        """For the command line of the process."""
+
+
 class Compilation:
-    """The compiled layers of one model: on the disk already, or in the making.
+    """Compiled code for one model: on the disk already, or in the making.
 
     Requests whose answers have begun are never changed over: rounding differs a little.
     """
 
-    def __init__(self, model: PreTrainedModel, order: CompileOrder, when: Literal["auto", "wait"]) -> None:
-        self._model = model
+    def __init__(self, order: Order, when: Literal["auto", "wait"], install: Callable[[Path], None]) -> None:
+        """Args: install: has the folder's code used; raises ModelError where it cannot be."""
         self._order = order
         self._waits = when == "wait"
+        self._install_from = install
         self._folder: Path = cache_root() / "layers" / order.digest
         self._process: subprocess.Popen[str] | None = None
         self._is_cancelled = False
@@ -63,14 +79,14 @@ class Compilation:
                 self._process.terminate()
 
     def _install(self) -> None:
-        install(self._model, self._order.kv_shape[0], self._folder)
-        logger.info("the decoder layers run compiled: %s", self._folder)
+        self._install_from(self._folder)
+        logger.info("%s run compiled: %s", self._order.what, self._folder)
 
     def _compile(self) -> bool:
         """Make the packages, in tens of seconds. Returns: whether they are there; if not, the log says why."""
-        logger.info("compiling the decoder layers%s", "" if self._waits else " on the side")
+        logger.info("compiling %s%s", self._order.what, "" if self._waits else " on the side")
         started = time.monotonic()
-        command = [sys.executable, "-m", "server.model.layer_compile", self._order.to_json(), str(self._folder)]
+        command = [sys.executable, "-m", self._order.module, self._order.to_json(), str(self._folder)]
         with self._lock:
             if self._is_cancelled:
                 return False
@@ -84,7 +100,7 @@ class Compilation:
             return False
         if process.returncode != 0:
             reason = errors.strip().rsplit("\n", 1)[-1] or f"exit code {process.returncode}"
-            logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
+            logger.warning("%s cannot be compiled, and run as they are: %s", self._order.what, reason)
             return False
-        logger.info("compiled the decoder layers in %.0f s", time.monotonic() - started)
+        logger.info("compiled %s in %.0f s", self._order.what, time.monotonic() - started)
         return True

@@ -13,15 +13,15 @@ from server.kernels.cpu_build import cpu_features
 from server.model.layer_call import LayerCall
 
 _SOURCES = (
-    *("attention.py", "compiled_model.py", "decoder_layers.py", "frame_compile.py", "fusion.py", "layer_call.py"),
-    *("layer_compile.py", "package.py"),
+    *("attention.py", "compile_process.py", "compiled_model.py", "decoder_layers.py", "frame_compile.py", "fusion.py"),
+    *("layer_call.py", "layer_compile.py", "package.py"),
 )
 """Of this folder; what they say decides what is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompileOrder:
-    """What is to be compiled.
+    """What is to be compiled; implements compilation.Order.
 
     Attributes:
         model_folder: has config.json. dtype: of weights and activations. attention: name of the attention function.
@@ -37,6 +37,9 @@ class CompileOrder:
     kv_shape: tuple[int, ...]
     num_threads: int
     trusts_code: bool
+
+    module = "server.model.layer_compile"
+    what = "the decoder layers"
 
     @property
     def digest(self) -> str:

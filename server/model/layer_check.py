@@ -40,7 +40,7 @@ def check_layers(model: PreTrainedModel, layers: nn.ModuleList, run: RunLayer) -
     calls: list[tuple[Any, ...]] = []
 
     def compare(index: int, _: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any], expected: Tensor) -> None:
-        _compare(f"layer {index}", run(index, args[0], **kwargs), expected, args[0])
+        compare_outputs(f"layer {index}", run(index, args[0], **kwargs), expected, args[0])
         calls.append(tuple(kwargs.values()))
 
     handles = [layer.register_forward_hook(partial(compare, i), with_kwargs=True) for i, layer in enumerate(layers)]
@@ -66,12 +66,12 @@ def check_frame(model: PreTrainedModel, layers: nn.ModuleList, call: LayerCall, 
 
     def before(_: nn.Module, args: tuple[Tensor], kwargs: dict[str, Any]) -> None:
         hidden, shared = frame.before(given["input_ids"], given["position_ids"], given["attention_step"])
-        _compare("what lies in front of the layers", hidden, args[0], args[0])
+        compare_outputs("what lies in front of the layers", hidden, args[0], args[0])
         for name, found, expected in zip(call.tensors, shared, call.flatten(kwargs), strict=True):
-            _compare(f"{name} of the layers", found, expected, expected)
+            compare_outputs(f"{name} of the layers", found, expected, expected)
 
     def after(_: nn.Module, __: object, output: Any) -> None:
-        _compare("what lies behind the layers", frame.after(last[0]), output.last_hidden_state, last[0])
+        compare_outputs("what lies behind the layers", frame.after(last[0]), output.last_hidden_state, last[0])
 
     decoder = model.base_model
     handles = [
@@ -87,7 +87,7 @@ def check_frame(model: PreTrainedModel, layers: nn.ModuleList, call: LayerCall, 
             handle.remove()
 
 
-def _compare(what: str, found: Tensor, expected: Tensor, given: Tensor) -> None:
+def compare_outputs(what: str, found: Tensor, expected: Tensor, given: Tensor) -> None:
     """Args: given: what it was computed from. Raises: ValueError where they differ."""
     if expected.is_floating_point():
         largest = torch.maximum(given.abs().amax(), expected.abs().amax())

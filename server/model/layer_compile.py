@@ -5,10 +5,7 @@ is laid out without memory, and AOTInductor makes a package of one layer of each
 hidden states, the call's tensors and the layer's own tensors.
 """
 
-import os
 import sys
-import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from server.errors import ModelError
-from server.kernels import cpu_attention, cpu_layers, cpu_linear
+from server.model import compile_process
 from server.model.attention import AttentionStep, bind_kv
-from server.model.cache import cache_root, publish_folder, temporary_folder
 from server.model.compiled_model import CompiledFrame, CompiledKind, CompiledModel, CompileOrder
 from server.model.decoder_layers import LayerKind, find_decoder_layers, layer_kind, layer_tensors
 from server.model.frame_compile import compile_frame
 from server.model.fusion import pack_linears
 from server.model.layer_call import LayerCall
 from server.model.package import NUM_TOKENS, compile_package
-
-_NICENESS = 10
-"""Serving goes first."""
 
 NUM_ROWS = 7
 NUM_SLOTS = 13
@@ -54,20 +46,9 @@ class _Region(nn.Module):
         return output
 
 
-def compile_layers(order: CompileOrder, target: Path) -> None:
-    """Fill the folder `target`, which appears whole or not at all.
-
-    Raises: ModelError if the disk is full; else whatever export or compiler have to say about this architecture.
-    """
-    kernels = cache_root() / "kernels"
-    cpu_layers.load(kernels)
-    if not (cpu_attention.load(kernels) and cpu_linear.load(kernels)):
-        raise RuntimeError("the C++ operators of the layers cannot be built")
-    torch.set_num_threads(order.num_threads)
-    publish_folder(target, lambda folder: _fill(order, folder))
-
-
-def _fill(order: CompileOrder, folder: Path) -> None:
+def compile_layers(order: CompileOrder, folder: Path) -> None:
+    """Fill a folder. Raises: whatever export or compiler have to say about this architecture."""
+    compile_process.load_operators(order.num_threads)
     model = _model_without_memory(order)
     layers = find_decoder_layers(model, order.kv_shape[0])
     calls, made = _record_calls(model, layers)
@@ -173,28 +154,5 @@ def _compile_kind(
     return CompiledKind(package.name, call, tuple(own))
 
 
-def _end_with_the_parent() -> None:
-    """The parent holds the other end of standard input: it closes with it, however that ends."""
-    os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read, whose lock would be held as the interpreter ends
-    os._exit(1)
-
-
-def main() -> None:
-    """The process: order and target on its command line."""
-    os.nice(_NICENESS)
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    warnings.simplefilter("ignore")
-    order, target = CompileOrder.from_json(sys.argv[1]), Path(sys.argv[2])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(target.parent) as temporary:
-        # Compilers' own files too: there is one place that may be full, and it is swept if this process is killed.
-        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(temporary), "TMPDIR": str(temporary)}
-        os.environ["LC_ALL"] = "C"  # errors are looked for in what compilers say
-        try:
-            compile_layers(order, target)
-        except ModelError as error:
-            sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    compile_process.run(lambda order, folder: compile_layers(CompileOrder.from_json(order), folder))

@@ -139,6 +139,7 @@ def test_compiled_layers_show_proposers_what_the_models_own_do(
             ids = _ids(llm, PROMPTS)
         found[compile_when] = ids, drafts.copy()
     assert RUNS_COMPILED in caplog.text
+    assert "the layers of the draft head run compiled" in caplog.text
     assert found["wait"] == found["none"]
     assert len({tuple(ids) for ids in found["wait"][1]}) > 50
 

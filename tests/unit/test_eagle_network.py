@@ -236,7 +236,7 @@ def test_modules_stay_as_they_are_where_the_target_s_do(
     network = network_of(folder, replace(target, runs_plain=runs_plain), device_name, is_eagle3=True)
     device = torch.device(device_name)
     is_changed = not runs_plain and (can_pack(device) or device.type == "cuda")
-    projection = network._layers.get_submodule("layers.0.self_attn.q_proj")
+    projection = network.body.layers.get_submodule("layers.0.self_attn.q_proj")
     assert (type(projection) is not torch.nn.Linear) is is_changed
     given = sequences(2 * HIDDEN, device_name)
     other = network_of(folder, target, device_name, is_eagle3=True)
@@ -252,4 +252,4 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path: Path, target: Ta
     shared = target.model.get_input_embeddings().weight
     save_file({**tensors, "embed_tokens.weight": shared.cpu().clone()}, folder / "model.safetensors")
     network = network_of(folder, target, device_name, is_eagle3=True)
-    assert network._embedding is shared
+    assert network.body.embedding is shared

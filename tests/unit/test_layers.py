@@ -66,8 +66,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "server.compose": EVERYTHING,
     "server.composition": (
-        *("proposers.draft_model", "proposers.drafting", "proposers.network", "proposers.shipped"),
-        *("server.kernels", "server.model", "server.worker"),
+        *("proposers.draft_model", "proposers.drafting", "proposers.eagle_compiled", "proposers.eagle_network"),
+        *("proposers.network", "proposers.shipped", "server.kernels", "server.model", "server.worker"),
     ),
     "server.continuation_check": (),
     "server.engine": ("server.scheduler",),

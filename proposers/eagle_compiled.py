@@ -1,0 +1,99 @@
+"""Runs an EAGLE head as compiled code, which is compared with its own first."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from proposers.eagle_body import EagleBody
+from proposers.eagle_compile import PARTS, STEP_FIELDS, EagleOrder, tensors_of
+from proposers.eagle_network import EagleNetwork, RunsBody
+from server.errors import ModelError
+from server.kernels import cpu_layers
+from server.kernels.cpu_layers import LayerRunner
+from server.model.attention import AttentionGroup, AttentionStep
+from server.model.cache import cache_root
+from server.model.decoder_layers import layer_tensors
+from server.model.layer_check import CHECK_LEN, compare_outputs
+
+
+def order_of(network: EagleNetwork, num_threads: int) -> EagleOrder:
+    """What is to be compiled for a network whose KV is bound."""
+    shape, head, target = network.kv_shape, network.head, network.target
+    return EagleOrder(
+        head_folder=str(head.folder),
+        kind=head.kind,
+        target_folder=str(target.folder),
+        tensors=tensors_of(network.body),
+        dtype=str(target.dtype).removeprefix("torch."),
+        kv_dtype=str(shape.dtype).removeprefix("torch."),
+        block_size=target.block_size,
+        num_threads=num_threads,
+        trusts_code=target.trusts_code,
+    )
+
+
+def use_compiled(network: EagleNetwork, folder: Path) -> None:
+    """Let a network run the packages in a folder, until it gets other memory for K and V.
+
+    Called between steps. Writes to block 0 of its KV, which belongs to nobody.
+
+    Raises: ModelError if they compute something else than the head's own code, or cannot be loaded; the network is then
+        as it was.
+    """
+    try:
+        cpu_layers.load(cache_root() / "kernels")
+        compiled = _CompiledBody(network.body, folder)
+        _check(network, compiled)
+    except Exception as error:  # whatever torch, the compiler or the files' contents lead to
+        raise ModelError(f"the draft head in {folder} cannot be used, delete it to compile anew: {error}") from error
+    network.run = compiled
+
+
+class _CompiledBody:
+    """Takes the place of a body; used from the step thread only."""
+
+    def __init__(self, body: EagleBody, folder: Path) -> None:
+        own = list(layer_tensors(body).values())
+        self._condense, self._forward, self._output = (LayerRunner([folder / f"{part}.pt2"], [own]) for part in PARTS)
+
+    def __call__(self, hidden: Tensor, token_ids: Tensor, step: AttentionStep) -> Tensor:
+        return self._forward.run(0, 1, hidden, [token_ids, *(getattr(step, name) for name in STEP_FIELDS)])
+
+    def condense(self, features: Tensor) -> Tensor:
+        return self._condense.run(0, 1, features, [])
+
+    def output(self, hidden: Tensor) -> Tensor:
+        return self._output.run(0, 1, hidden, [])
+
+
+@torch.inference_mode()
+def _check(network: EagleNetwork, compiled: RunsBody) -> None:
+    """Compare with the body on a prompt and a single token. Raises: ValueError where they differ."""
+    generator = torch.Generator().manual_seed(0)
+    body = network.body
+    for length in (CHECK_LEN, 1):
+        features = torch.randn(length, network.num_features, generator=generator).to(body.embedding.dtype)
+        token_ids, step = torch.arange(length) + 1, _step_over(length)
+        hidden = body.condense(features)
+        compare_outputs("what condenses hidden states", compiled.condense(features), hidden, features)
+        output = body(hidden, token_ids, step)
+        compare_outputs("the draft head", compiled(hidden, token_ids, step), output, hidden)
+        compare_outputs("what lies behind it", compiled.output(output), body.output(output), output)
+
+
+def _step_over(length: int) -> AttentionStep:
+    """One row of so many tokens in block 0."""
+    positions, zeros = torch.arange(length), torch.zeros(length, dtype=torch.int64)
+    zero = zeros[:1]
+    return AttentionStep(
+        write_blocks=zeros,
+        write_offsets=positions,
+        positions=positions,
+        first_token=zero,
+        num_query=zero + length,
+        slots=zero,
+        block_table=zero[None].int(),
+        groups=(AttentionGroup(0, 1, 0, length, length),),
+        starts=zero,
+    )
