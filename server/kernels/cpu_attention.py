@@ -6,16 +6,13 @@ cpu_attention_tile.h tells how.
 """
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.kernels.cpu_build import BuildError, build
-
-logger = logging.getLogger(__name__)
+from server.kernels.cpu_build import load_operators
 
 SOURCE = Path(__file__).with_name("cpu_attention.cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu_attention_tile.h", "cpu_multiply.h", "cpu_vector.h"))
@@ -37,10 +34,7 @@ def load(folder: Path) -> bool:
     """
     if hasattr(torch.ops.outrider, "cpu_paged_attention"):
         return True
-    try:
-        torch.ops.load_library(build(SOURCE, HEADERS, folder))
-    except (BuildError, OSError) as error:
-        logger.warning("attention on the CPU will be slow, for want of its C++ operators: %s", error)
+    if not load_operators(SOURCE, HEADERS, folder, "attention on the CPU will be slow"):
         return False
     torch.library.register_fake("outrider::cpu_write_kv", _fake_write_kv)
     torch.library.register_fake("outrider::cpu_paged_attention", _fake_paged_attention)

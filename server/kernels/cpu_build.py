@@ -66,6 +66,20 @@ def build(
     return library
 
 
+def load_operators(source: Path, headers: Sequence[Path], folder: Path, loss: str) -> bool:
+    """Build a library of operators if need be, and load it.
+
+    Args: loss: what will be without them, such as "sampling on the CPU will be slow".
+    Returns: False, after one line in the log that names the cause, where that is impossible.
+    """
+    try:
+        torch.ops.load_library(build(source, headers, folder))
+    except (BuildError, OSError) as error:
+        logger.warning("%s, for want of C++ operators: %s", loss, error)
+        return False
+    return True
+
+
 def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
     parts = [torch.__version__, platform.machine(), cpu_features(), *flags]
     parts += [path.read_text(encoding="utf-8") for path in sources]

@@ -5,16 +5,13 @@ reading it once. A row's result has the same bits in any company and on any numb
 """
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.kernels.cpu_build import BuildError, build
-
-logger = logging.getLogger(__name__)
+from server.kernels.cpu_build import load_operators
 
 SOURCE = Path(__file__).with_name("cpu_linear.cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu_multiply.h", "cpu_vector.h"))
@@ -28,10 +25,7 @@ def load(folder: Path) -> bool:
 
     Returns: False, after one line in the log that names the cause, where that is impossible.
     """
-    try:
-        torch.ops.load_library(build(SOURCE, HEADERS, folder))
-    except (BuildError, OSError) as error:
-        logger.warning("linear layers on the CPU will be slow, for want of their C++ operators: %s", error)
+    if not load_operators(SOURCE, HEADERS, folder, "linear layers on the CPU will be slow"):
         return False
     torch.library.register_fake("outrider::cpu_linear", _fake_linear)
     return True

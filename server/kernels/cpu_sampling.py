@@ -4,15 +4,12 @@ A pass or two over a row of logits, and only over rows that matter: those behind
 """
 
 import functools
-import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from server.kernels.cpu_build import BuildError, build
-
-logger = logging.getLogger(__name__)
+from server.kernels.cpu_build import load_operators
 
 SOURCE = Path(__file__).with_name("cpu_sampling.cpp")
 HEADERS = (Path(__file__).with_name("cpu_vector.h"),)
@@ -24,12 +21,7 @@ def load(folder: Path) -> bool:
 
     Returns: False, after one line in the log that names the cause, where that is impossible.
     """
-    try:
-        torch.ops.load_library(build(SOURCE, HEADERS, folder))
-    except (BuildError, OSError) as error:
-        logger.warning("sampling on the CPU will be slow, for want of its C++ operators: %s", error)
-        return False
-    return True
+    return load_operators(SOURCE, HEADERS, folder, "sampling on the CPU will be slow")
 
 
 def uniform(key: Tensor, position: Tensor, stream: int) -> Tensor:

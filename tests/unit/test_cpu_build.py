@@ -129,6 +129,6 @@ def test_without_a_compiler_there_is_one_line_and_no_operators(tmp_path: Path) -
     )
     assert done.stdout == "False False\n"
     assert done.stderr == (
-        "attention on the CPU will be slow, for want of its C++ operators: "
+        "attention on the CPU will be slow, for want of C++ operators: "
         "no C++ compiler: c++, g++, clang++ not found in PATH; install g++ or set CXX\n"
     )
