@@ -1,5 +1,6 @@
 """Runs an EAGLE head as compiled code, which is compared with its own first."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,10 @@ from proposers.eagle_network import EagleNetwork, RunsBody
 from server.errors import ModelError
 from server.kernels import cpu_layers
 from server.kernels.cpu_layers import LayerRunner
-from server.model.attention import AttentionGroup, AttentionStep
+from server.model.attention import AttentionStep
 from server.model.cache import cache_root
 from server.model.decoder_layers import layer_tensors
-from server.model.layer_check import CHECK_LEN, compare_outputs
+from server.model.layer_check import CHECK_LEN, compare_outputs, prompt_step
 
 
 def order_of(network: EagleNetwork, num_threads: int) -> EagleOrder:
@@ -74,26 +75,11 @@ def _check(network: EagleNetwork, compiled: RunsBody) -> None:
     body = network.body
     for length in (CHECK_LEN, 1):
         features = torch.randn(length, network.num_features, generator=generator).to(body.embedding.dtype)
-        token_ids, step = torch.arange(length) + 1, _step_over(length)
+        step = prompt_step(length, features.device)
+        step = replace(step, starts=torch.zeros_like(step.slots))
+        token_ids = step.positions + 1
         hidden = body.condense(features)
         compare_outputs("what condenses hidden states", compiled.condense(features), hidden, features)
         output = body(hidden, token_ids, step)
         compare_outputs("the draft head", compiled(hidden, token_ids, step), output, hidden)
         compare_outputs("what lies behind it", compiled.output(output), body.output(output), output)
-
-
-def _step_over(length: int) -> AttentionStep:
-    """One row of so many tokens in block 0."""
-    positions, zeros = torch.arange(length), torch.zeros(length, dtype=torch.int64)
-    zero = zeros[:1]
-    return AttentionStep(
-        write_blocks=zeros,
-        write_offsets=positions,
-        positions=positions,
-        first_token=zero,
-        num_query=zero + length,
-        slots=zero,
-        block_table=zero[None].int(),
-        groups=(AttentionGroup(0, 1, 0, length, length),),
-        starts=zero,
-    )

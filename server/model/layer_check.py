@@ -100,17 +100,21 @@ def compare_outputs(what: str, found: Tensor, expected: Tensor, given: Tensor) -
 
 def run_prompt(model: PreTrainedModel, length: int) -> None:
     """Run a model's decoder over so many tokens, with their K and V in block 0, which belongs to nobody."""
-    device = next(model.parameters()).device
+    step = prompt_step(length, next(model.parameters()).device)
+    run_model(model.base_model, step.positions + 1, step.positions, step)
+
+
+def prompt_step(length: int, device: torch.device) -> AttentionStep:
+    """One row of so many tokens in block 0."""
     positions, zeros = torch.arange(length, device=device), torch.zeros(length, dtype=torch.int64, device=device)
     zero = zeros[:1]
-    step = AttentionStep(
+    return AttentionStep(
         write_blocks=zeros,
         write_offsets=positions,
         positions=positions,
         first_token=zero,
         num_query=zero + length,
         slots=zero,
-        block_table=zero[None],
+        block_table=zero[None].int(),
         groups=(AttentionGroup(0, 1, 0, length, length),),
     )
-    run_model(model.base_model, positions + 1, positions, step)
