@@ -17,6 +17,7 @@ from server.composition.target import load_target
 from server.config import Config
 from server.engine.engine import NativeEngine
 from server.engine.speculation_control import SpeculationControl
+from server.engine.step_loop import StepLoop
 from server.errors import ConfigError
 from server.events import EventBus
 from server.kernels import jit
@@ -48,6 +49,7 @@ class Core:
     """An engine on a loaded model, not started, and what turns prompts into its requests."""
 
     engine: NativeEngine
+    steps: StepLoop
     preprocessor: Preprocessor
     scheduler: Scheduler
     bus: EventBus
@@ -77,13 +79,13 @@ def _build_core(config: Config) -> Core:
     num_blocks = num_kv_blocks(config, target, proposers, build_longest, sizes)
     info = model_info(config, target, proposers, acceptance, num_blocks - 1)
     kv = allocate_kv(target.geometry, num_blocks, device)
-    connector = _connector(config, info, notify=lambda: engine.run_between_steps(lambda: None))
+    connector = _connector(config, info, notify=lambda: steps.run_between_steps(lambda: None))
     runner = build_runner(
         kv,
         max_tokens=info.max_request_len,
         connector=None if connector is None else connector.worker,
         fingerprint=info.fingerprint.hex(),
-        on_compute=(lambda: engine.hand_over()) if device.type == "cpu" else (lambda: None),
+        on_compute=(lambda: steps.hand_over()) if device.type == "cpu" else (lambda: None),
     )
     bus = EventBus()
     num_drafts = info.num_speculative_tokens
@@ -105,7 +107,7 @@ def _build_core(config: Config) -> Core:
     def prepare() -> None:
         torch.set_num_threads(target.num_threads)  # each thread has a count of its own
         for compilation in compilations:
-            compilation.prepare(engine.run_when_quiet)
+            compilation.prepare(steps.run_when_quiet)
         warm_up(runner, loaded.model, target.head, sizes, config.scheduler.max_num_batched_tokens)
 
     def end_transfers() -> None:
@@ -117,25 +119,29 @@ def _build_core(config: Config) -> Core:
         for compilation in compilations:
             compilation.cancel()
 
-    engine: NativeEngine = NativeEngine(
+    steps: StepLoop = StepLoop(
         scheduler,
         runner,
-        loaded.tokenizer,
-        info,
         bus,
         pipeline_depth=int(device.type == "cuda") if depth == "auto" else depth,
+        stream_patience_s=STREAM_PATIENCE_S if config.server.stream_interval is None and device.type == "cpu" else 0.0,
+        transferring=None if connector is None else runner,
+        warm_up=prepare,
+        clock=time.monotonic,
+    )
+    engine = NativeEngine(
+        steps,
+        loaded.tokenizer,
+        info,
+        SpeculationControl(speculative, proposers, scheduler.drafts),
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
         stream_interval=config.server.stream_interval or 1,
-        stream_patience_s=STREAM_PATIENCE_S if config.server.stream_interval is None and device.type == "cpu" else 0.0,
-        transferring=None if connector is None else runner,
-        speculation=SpeculationControl(speculative, proposers, scheduler.drafts),
-        warm_up=prepare,
         on_stop=cancel_compilations,
         on_stopped=end_transfers,
         clock=time.monotonic,
     )
-    return Core(engine, Preprocessor(loaded.tokenizer, info), scheduler, bus, target.footprint)
+    return Core(engine, steps, Preprocessor(loaded.tokenizer, info), scheduler, bus, target.footprint)
 
 
 def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> Connector | None:

@@ -110,7 +110,7 @@ class Bench:
 
     def _use(self, policy: DraftPolicy) -> None:
         """Let it decide from the next request on."""
-        self._core.engine.run_between_steps(partial(self._core.scheduler.drafts.use, policy))
+        self._core.steps.run_between_steps(partial(self._core.scheduler.drafts.use, policy))
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         salt = f"round-{next(self._ids)}"

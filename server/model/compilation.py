@@ -56,7 +56,7 @@ class Compilation:
     def prepare(self, run_when_quiet: Callable[[Callable[[], None], float], None]) -> None:
         """Use what is on the disk; otherwise compile it, now or on the side. Called on the step thread, before serving.
 
-        Args: run_when_quiet: (action, patience in seconds); see NativeEngine.run_when_quiet.
+        Args: run_when_quiet: (action, patience in seconds); see StepLoop.run_when_quiet.
         """
         if self._folder.is_dir() or (self._waits and self._compile()):
             try:

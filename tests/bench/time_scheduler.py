@@ -19,6 +19,8 @@ from server.engine.detokenize import Decoder
 from server.engine.engine import NativeEngine
 from server.engine.live_request import LiveRequest
 from server.engine.protocol import RequestStream
+from server.engine.speculation_control import SpeculationControl
+from server.engine.step_loop import StepLoop
 from server.events import EventBus
 from server.kv.block_pool import BlockPool
 from server.plan import RowResult, StepPlan, StepResult
@@ -102,12 +104,10 @@ async def time_steps(num_rows: int, depth: int, num_drafts: int, decoder: Decode
     scheduler = Scheduler(config, info, pool, enable_prefix_caching=True, clock=time.monotonic)
     executor = InstantExecutor(num_drafts)
     engine = NativeEngine(
-        scheduler,
-        executor,
+        StepLoop(scheduler, executor, EventBus(), pipeline_depth=depth),
         decoder,
         info,
-        EventBus(),
-        pipeline_depth=depth,
+        SpeculationControl(None, (), scheduler.drafts),
         max_queued_requests=num_rows,
         max_num_seqs=num_rows,
     )

@@ -10,6 +10,7 @@ from server.engine.detokenize import Decoder
 from server.engine.engine import NativeEngine
 from server.engine.protocol import Delta, Finished, RequestStream, Started, StreamEvent
 from server.engine.speculation_control import SpeculationControl
+from server.engine.step_loop import StepLoop
 from server.errors import OutriderError
 from server.events import Event, EventBus
 from server.plan import StepPlan, StepResult
@@ -109,6 +110,7 @@ class Harness:
     """An engine and its parts."""
 
     engine: NativeEngine
+    steps: StepLoop
     executor: ControlledExecutor
     clock: Clock
     events: list[Event]
@@ -156,24 +158,28 @@ def make_harness(
     events: list[Event] = []
     bus = EventBus()
     bus.subscribe(events.append)
-    engine = NativeEngine(
+    steps = StepLoop(
         core.scheduler,
         executor,
-        decoder,
-        model_info(block_size=block_size, num_blocks=num_blocks, max_drafts=max_drafts),
         bus,
         pipeline_depth=depth,
-        max_queued_requests=max_queued_requests,
-        max_num_seqs=core.max_num_seqs,
         stream_patience_s=stream_patience_s,
-        speculation=SpeculationControl(
-            speculative, [object()] * len(speculative.proposers) if speculative else [], core.scheduler.drafts
-        ),
         warm_up=warm_up,
         clock=core.clock,
         make_blocked_clock=lambda: blocked_clock,
     )
-    return Harness(engine, executor, core.clock, events)
+    engine = NativeEngine(
+        steps,
+        decoder,
+        model_info(block_size=block_size, num_blocks=num_blocks, max_drafts=max_drafts),
+        SpeculationControl(
+            speculative, [object()] * len(speculative.proposers) if speculative else [], core.scheduler.drafts
+        ),
+        max_queued_requests=max_queued_requests,
+        max_num_seqs=core.max_num_seqs,
+        clock=core.clock,
+    )
+    return Harness(engine, steps, executor, core.clock, events)
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from clients.aio import AsyncClient
 from protos.outrider.v1 import inference_pb2 as pb
 from server.config import Config
 from server.engine.engine import NativeEngine
+from server.engine.step_loop import StepLoop
 from server.preprocess import Preprocessor
 from server.scheduler.scheduler import Scheduler
 from server.tokenizer import Tokenizer
@@ -83,6 +84,7 @@ class RealServer:
 
     front: Front
     engine: NativeEngine
+    steps: StepLoop
     scheduler: Scheduler
     tokenizer: SlowTokenizer
 
@@ -133,6 +135,6 @@ async def real_server(
     await core.engine.start()
     try:
         async with running_server(core.engine, preprocessor, core.bus, **(front or {})) as running:
-            yield RealServer(running, core.engine, core.scheduler, tokenizer)
+            yield RealServer(running, core.engine, core.steps, core.scheduler, tokenizer)
     finally:
         await core.engine.stop()

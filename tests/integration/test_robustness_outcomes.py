@@ -228,7 +228,7 @@ async def test_a_dead_engine_is_unavailable_to_all(
 async def test_steps_that_fail_end_their_requests_until_they_fail_in_a_row(
     server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch = server.engine._executor.launch
+    launch = server.steps._executor.launch
     num_failures = 0
 
     def fail(plan: object) -> object:
@@ -236,10 +236,10 @@ async def test_steps_that_fail_end_their_requests_until_they_fail_in_a_row(
         num_failures += 1
         raise RuntimeError("the device is unwell")
 
-    monkeypatch.setattr(server.engine._executor, "launch", fail)
+    monkeypatch.setattr(server.steps._executor, "launch", fail)
     with pytest.raises(RequestFailedError):
         await server.client.generate("hi")
-    monkeypatch.setattr(server.engine._executor, "launch", launch)
+    monkeypatch.setattr(server.steps._executor, "launch", launch)
     await server.client.generate("hi", max_tokens=2)
     assert num_failures == 1
     await server.settle()

@@ -101,7 +101,7 @@ def change_with_steps(engine: EngineUnderTest, changes: list[SpeculationChange])
 
     def after_step(event: Event) -> None:
         if isinstance(event, StepFinished) and next(numbers) % 4 == 0:
-            engine.core.engine._inbox.put(change)
+            engine.core.steps.run_between_steps(change)
 
     engine.core.bus.subscribe(after_step)
     return lambda: len(made)

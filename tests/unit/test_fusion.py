@@ -93,7 +93,7 @@ def test_enforce_eager_leaves_the_model_as_it_is(tmp_path: Path, enforce_eager: 
             model=str(folder), device="cpu", enforce_eager=enforce_eager, kv_cache_memory_bytes="4MiB", compile="none"
         )
     )
-    runner = core.engine._executor
+    runner = core.steps._executor
     assert isinstance(runner, Runner)
     kinds = {type(module) for module in runner._target._model.modules()}
     assert (nn.Linear in kinds) == enforce_eager

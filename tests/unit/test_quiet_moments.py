@@ -15,7 +15,7 @@ async def test_an_action_waits_for_a_quiet_moment(depth: int) -> None:
     async with running_engine(depth=depth) as harness:
         busy = harness.submit(make_request("busy", range(3), max_tokens=LONG))
         await first_event(busy)
-        harness.engine.run_when_quiet(lambda: num_live.append(harness.engine._scheduler.has_started), patience_s=1e9)
+        harness.steps.run_when_quiet(lambda: num_live.append(harness.steps._scheduler.has_started), patience_s=1e9)
         other = await harness.generate(make_request("other", range(3), max_tokens=5))
         assert len(other.token_ids()) == 5  # nobody is held back while there is patience
         assert num_live == []
@@ -29,7 +29,7 @@ async def test_without_patience_new_requests_wait_for_the_running_ones(depth: in
     async with running_engine(depth=depth) as harness:
         busy = harness.submit(make_request("busy", range(3), max_tokens=LONG))
         await first_event(busy)
-        harness.engine.run_when_quiet(lambda: order.append("action"), patience_s=0.0)
+        harness.steps.run_when_quiet(lambda: order.append("action"), patience_s=0.0)
         late = asyncio.create_task(harness.generate(make_request("late", range(3), max_tokens=5)))
         late.add_done_callback(lambda _: order.append("late"))
         await eventually(lambda: harness.engine.statistics().num_waiting == 1)
@@ -44,6 +44,6 @@ async def test_an_action_that_fails_harms_nobody(caplog: pytest.LogCaptureFixtur
         raise RuntimeError("not today")
 
     async with running_engine() as harness:
-        harness.engine.run_when_quiet(fail, patience_s=0.0)
+        harness.steps.run_when_quiet(fail, patience_s=0.0)
         await eventually(lambda: "not today" in caplog.text)
         assert len((await harness.generate(make_request("r", range(3), max_tokens=5))).token_ids()) == 5
