@@ -116,7 +116,8 @@ def _flag(name: str) -> str:
 def _read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """Every OUTRIDER_* variable by the name of its setting; one that names none is an error.
 
-    Kubernetes' service links are left out.
+    Those that are empty are as if they were not set, as scripts and container files clear them; Kubernetes' service
+    links are left out.
     """
     known = {ENV_PREFIX + name.upper(): name for name in (*SETTING_NAMES, _CONFIG_FILE)}
     given: dict[str, Given] = {}
@@ -125,7 +126,8 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Given]:
             continue
         if variable not in known:
             raise ConfigError(f"{variable}: no such variable{did_you_mean(variable, known)} (from the environment)")
-        given[known[variable]] = Given(environ[variable], f"env {variable}")
+        if environ[variable]:
+            given[known[variable]] = Given(environ[variable], f"env {variable}")
     return given
 
 

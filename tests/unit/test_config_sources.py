@@ -101,6 +101,13 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert {"--" + name.replace("_", "-") for name in set(SETTING_NAMES) - {"model"}} <= flags
 
 
+def test_an_empty_variable_is_not_set(file: Path) -> None:
+    empty = {f"OUTRIDER_{name.upper()}": "" for name in (*Config().flat(), "config")}
+    assert _resolve(environ=empty) == _resolve()
+    assert _resolve(f"--config {file}", empty) == _resolve(f"--config {file}")
+    assert _refusal(environ={"OUTRIDER_PROT": ""}).startswith("OUTRIDER_PROT: no such variable")
+
+
 def test_refusals_name_their_source(file: Path) -> None:
     file.write_text("port: -1\n")
     assert _refusal(f"--config {file}").endswith(f"got -1 (from file:{file})")
