@@ -18,6 +18,7 @@ from server.commands.call_errors import explain, one_line_errors
 from server.commands.flag_types import list_of
 from server.commands.generation_flags import add_generation_flags, generation_options
 from server.commands.node_flags import HANDED_ON, add_node_flags, client_of, is_handed_on, name_of
+from server.commands.speculation_figures import speculation_figures
 from server.commands.standard_input import standard_input
 from server.commands.waiting import waiting_for
 from server.errors import ConfigError
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
             _print_json(generation, stop_waiting)
         else:
             _print_text(generation, stop_waiting, num_choices=args.n or 1)
+            if args.speculation_metrics is not None:
+                _print_speculation(generation)
         if is_handed_on(generation.finished.values()):
             print(f"outrider: {HANDED_ON}", file=sys.stderr)
             return 1
@@ -110,6 +113,14 @@ def _print_text(generation: AnyGeneration, stop_waiting: Callable[[], None], *, 
         return
     for choice in generation.output.choices:
         print(f"--- choice {choice.index} ({choice.finished.finish_reason})\n{choice.text}", flush=True)
+
+
+def _print_speculation(generation: AnyGeneration) -> None:
+    """To standard error, so that the answer can be taken as it is."""
+    for choice in generation.output.choices:
+        name = f"speculation, choice {choice.index}" if len(generation.output.choices) > 1 else "speculation"
+        for line in speculation_figures(choice.finished.speculation):
+            print(f"{name}: {line}", file=sys.stderr)
 
 
 def _print_json(generation: AnyGeneration, stop_waiting: Callable[[], None]) -> None:

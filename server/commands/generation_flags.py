@@ -80,7 +80,9 @@ def add_generation_flags(parser: argparse.ArgumentParser, *, leave_out: Collecti
     )
     if "speculation-metrics" not in leave_out:
         request.add_argument(
-            "--speculation-metrics", choices=("summary", "detailed"), help="what the end says of it (with --json)"
+            "--speculation-metrics",
+            choices=("summary", "detailed"),
+            help="say at the end what it did, or of each step",
         )
     request.add_argument("--priority", type=integer, metavar="N", help="lower runs earlier under the priority policy")
     request.add_argument("--cache-salt", metavar="TEXT", help="share cached prefixes with the same salt only")

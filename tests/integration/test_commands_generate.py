@@ -1,13 +1,14 @@
-"""`outrider generate` and `outrider chat` against a real server."""
+"""`outrider generate` against a real server; where servers are lost, `outrider chat` too."""
 
 import asyncio
+import dataclasses
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ from server.engine.protocol import (
 from server.guidance.params import StructuredOutputsParams
 from server.request import Request, SamplingParams, SpeculationOptions
 from server.tokenizer import Tokenizer
+from tests.fakes.command_line import Outrider, outrider_at
 from tests.fakes.eventually import eventually
 from tests.fakes.front import Front, running_front, tiny_model_info
-from tests.fakes.scripted_engine import ScriptedEngine, echo
+from tests.fakes.scripted_engine import ScriptedEngine, finished
 from tests.fakes.scripted_server import ScriptedServer, running_script
 
-Outrider = Callable[..., Awaitable[int]]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,13 +56,7 @@ async def front(engine: ScriptedEngine, tokenizer: Tokenizer) -> AsyncIterator[F
 
 @pytest.fixture
 def outrider(front: Front, monkeypatch: pytest.MonkeyPatch) -> Outrider:
-    """Run a command against the server, as the command line would, with `stdin` as its input."""
-
-    async def run(command: str, *arguments: str, stdin: str = "") -> int:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        return await asyncio.to_thread(cli.main, [command, "--target", front.target, *arguments])
-
-    return run
+    return outrider_at(front.target, monkeypatch)
 
 
 async def endless(request: Request) -> AsyncIterator[StreamEvent]:
@@ -229,6 +224,32 @@ async def test_json_prints_every_event(
     ]
 
 
+async def test_what_speculation_did_goes_to_stderr_if_asked_for(
+    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def script(request: Request) -> AsyncIterator[StreamEvent]:
+        yield Started(request.request_id, 4, 0)
+        for index in range(request.sampling.n):
+            yield Delta(index, "é", (5,))
+            drafted = SpeculationStats(2, 10, 7, (0, 0, 1, 0, 0, 1), (5, 5), (2, 5))
+            speculation = drafted if index == 0 else SpeculationStats()
+            yield dataclasses.replace(finished(request, 1, index), speculation=speculation)
+
+    engine.script = script
+    assert await outrider("generate", "hi", "--speculation-metrics", "detailed") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "é\n"
+    assert printed.err.splitlines() == [
+        "speculation: 7 of 10 drafts accepted, 70%, 4.50 tokens per step with drafts",
+        "speculation: steps by how many they accepted: 0: 0, 1: 0, 2: 1, 3: 0, 4: 0, 5: 1",
+        "speculation: accepted/drafted of each: 2/5 5/5",
+    ]
+    assert await outrider("generate", "hi", "--speculation-metrics", "summary", "--n", "2") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "--- choice 0 (length)\né\n--- choice 1 (length)\né\n"
+    assert printed.err.splitlines()[-1] == "speculation, choice 1: no step verified drafts"
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -388,48 +409,3 @@ async def test_an_interrupt_ends_the_request(front: Front, engine: ScriptedEngin
     assert stderr == b""
     await eventually(lambda: bool(front.calls()))
     assert [call.status for call in front.calls()] == ["CANCELLED"]
-
-
-async def test_chat_keeps_the_conversation(
-    outrider: Outrider, engine: ScriptedEngine, front: Front, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def script(request: Request) -> AsyncIterator[StreamEvent]:
-        async for event in echo(request):
-            yield Delta(0, "A", (5,)) if isinstance(event, Delta) else event
-
-    engine.script = script
-    stdin = "one\n\n two \n/reset\nthree\n/exit\nfour\n"
-    assert await outrider("chat", "--system", "S", "--max-tokens", "2", stdin=stdin) == 0
-    assert capsys.readouterr() == ("AA\n" * 3, "")
-
-    def message(role: str, content: str) -> dict[str, str]:
-        return {"role": role, "content": content}
-
-    system, answer = message("system", "S"), message("assistant", "AA")
-    expected = [
-        [system, message("user", "one")],
-        [system, message("user", "one"), answer, message("user", "two")],
-        [system, message("user", "three")],
-    ]
-    assert [list(request.prompt_token_ids) for request in engine.submitted] == [
-        await front.client.tokenize(messages=conversation) for conversation in expected
-    ]
-
-
-async def test_chat_from_a_pipe_stops_at_the_first_error(
-    outrider: Outrider, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert await outrider("chat", "--max-tokens", "2", stdin=f"{'x ' * 600}\nhi\n") == 1
-    assert "max_model_len is 512" in capsys.readouterr().err
-    assert not engine.submitted
-
-
-def test_chat_offers_what_it_can_honour(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["chat", "--help"])
-    out = capsys.readouterr().out
-    assert "logprobs" not in out
-    assert "--n N" not in out
-    assert "--temperature" in out
-    assert "/reset" in out
-    assert "/exit" in out
