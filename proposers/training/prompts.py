@@ -12,13 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from proposers.training.overlap import ngrams_of, shares_ngram, strings_of_json
 from proposers.training.passages import Passage, read_passages
 from proposers.training.prompt_file import PromptRecord, Split
-from proposers.training.templates import Material, fill, templates
+from proposers.training.templates import Material, casual, fill, templates
 from server.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _RARE, _COMMON = 3, 200
 _SHORTEST_WORD = 5
+_CASUAL_SHARE = 0.08
 _MOST_TRIES = 20
 """For each prompt that is still wanted: short lists run out of prompts that are new."""
 
@@ -101,7 +102,10 @@ def _draw(settings: PromptSettings, material: Material, random: Random) -> Itera
         else:
             (task,) = random.choices(tasks, weights)
             turns, quoted = fill(random.choice(known.frames[task]), material, random)
-            yield PromptRecord("chat", task, _split(settings, "\n".join(turns), quoted), turns)
+            kind = known.kinds[task]
+            if kind == "chat" and not quoted and random.random() < _CASUAL_SHARE:
+                turns = (casual(turns[0]), *turns[1:])
+            yield PromptRecord(kind, task, _split(settings, "\n".join(turns), quoted), turns)
 
 
 def _split(settings: PromptSettings, text: str, quoted: Sequence[Passage]) -> Split:

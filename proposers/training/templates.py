@@ -1,4 +1,4 @@
-"""Frames of chat prompts, and what fills them: word lists, numbers, pieces of files."""
+"""Frames of prompts, and what fills them: word lists, numbers, pieces of files."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from proposers.training.passages import Passage
+from proposers.training.prompt_file import Kind
 
 _SLOT = re.compile(r"\{([a-z]+)(?:_\d)?\}")
 _NUMBERS = {"small": (2, 12), "medium": (13, 99), "large": (100, 999), "age": (5, 90)}
@@ -20,11 +21,12 @@ _TYPO_EVERY = 9
 
 @dataclass(frozen=True, slots=True)
 class Templates:
-    """Attributes: lists: what slots of that name are filled with. frames: of each task; weights: its share."""
+    """Attributes: lists: what slots of that name are filled with. frames, weights, kinds: of each task, by name."""
 
     lists: Mapping[str, Sequence[str]]
     frames: Mapping[str, Sequence[Sequence[str]]]
     weights: Mapping[str, int]
+    kinds: Mapping[str, Kind]
 
 
 @cache
@@ -36,6 +38,7 @@ def templates() -> Templates:
         content["lists"],
         {name: task["frames"] for name, task in tasks.items()},
         {name: task["weight"] for name, task in tasks.items()},
+        {name: task.get("kind", "chat") for name, task in tasks.items()},
     )
 
 
@@ -62,6 +65,11 @@ def fill(frame: Sequence[str], material: Material, random: Random) -> tuple[tupl
         return values[match[0]]
 
     return tuple(_SLOT.sub(value, turn) for turn in frame), quoted
+
+
+def casual(turn: str) -> str:
+    """As people type who are in a hurry: in small letters, without the mark at the end; code stays as it is."""
+    return turn if "`" in turn else turn.lower().rstrip(".?!")
 
 
 def _value(slot: str, material: Material, random: Random, quoted: list[Passage]) -> str:

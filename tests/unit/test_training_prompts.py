@@ -50,6 +50,7 @@ def test_there_are_many_kinds_and_no_prompt_twice(prompts: list[PromptRecord]) -
     assert {prompt.task for prompt in prompts} == {*templates().frames, "continue"}
     assert len({prompt.text for prompt in prompts}) == len(prompts)
     assert any(len(prompt.turns) == 3 for prompt in prompts)
+    assert {prompt.kind for prompt in prompts if prompt.task == "code_openings"} == {"code"}
     assert not any(re.search(r"\{[a-z_]+\d?\}", prompt.turns[0]) for prompt in prompts if prompt.task == "questions")
 
 
