@@ -58,10 +58,9 @@ def _run(args: argparse.Namespace) -> int:
             settings = build(PromptSettings, args)
             write_prompts(settings.output, make_prompts(settings))
         case "generate":
-            generate(build(GenerateSettings, args))
+            return 0 if generate(build(GenerateSettings, args)) else _LEFT_OFF
         case "train":
-            is_done = train(build(TrainStage, args), build(TrainSettings, args))
-            return 0 if is_done else _LEFT_OFF
+            return 0 if train(build(TrainStage, args), build(TrainSettings, args)) else _LEFT_OFF
         case "export":
             export(build(ExportStage, args))
         case "evaluate":

@@ -1,7 +1,9 @@
 """The target continues prompts, in large batches on our own engine, shard by shard."""
 
 import logging
+import math
 import multiprocessing
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from server.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_LEFT_OFF = 3
+"""Exit code of a worker that had no time for all of its shards."""
 _STEP_TOKENS = 8192
 _MOST_GATHERED = 1024
 """Tokens that an answer gathers before somebody looks at them: nobody reads along here."""
@@ -46,11 +50,18 @@ class GenerateSettings(BaseModel):
     kv_cache_memory_bytes: str | None = Field(
         default=None, description="each worker's KV cache, such as 8GiB; a share of the memory if not given"
     )
-    shard_size: int = Field(default=4096, ge=1, description="prompts of a shard")
+    shard_size: int = Field(
+        default=4096,
+        ge=1,
+        description="prompts of a shard; as many as --max-num-seqs let all steps but the first ones be captured ones",
+    )
     num_workers: int = Field(default=1, ge=1, le=64, description="processes that share the device")
     worker: int | None = Field(default=None, ge=0, description="do this worker's shards alone; all if not given")
     max_prompts: int | None = Field(default=None, ge=1, description="most prompts of each split")
     seed: int = Field(default=0, ge=0, description="of sampling")
+    stop_after_seconds: float | None = Field(
+        default=None, gt=0, description="begin no more shards then; the same command goes on"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +73,20 @@ class Job:
     seed: int
 
 
-def generate(settings: GenerateSettings) -> None:
-    """Write the shards that are not there yet. Raises: ConfigError, ModelError; OutriderError if a worker fails."""
+def generate(settings: GenerateSettings) -> bool:
+    """Write the shards that are not there yet. Returns: whether all are there.
+
+    Raises: ConfigError, ModelError; OutriderError if a worker fails.
+    """
+    stop_s = math.inf if settings.stop_after_seconds is None else time.monotonic() + settings.stop_after_seconds
     settings.output.mkdir(parents=True, exist_ok=True)
     if settings.num_workers > 1 and settings.worker is None:
-        _run_workers(settings)
-        return
+        return _run_workers(settings)
     shards = list(plan_shards(settings).items())[settings.worker or 0 :: settings.num_workers]
     if missing := {path: jobs for path, jobs in shards if not path.exists()}:
-        _write(missing, settings)
-    else:
-        logger.info("all texts are there")
+        return _write(missing, settings, stop_s)
+    logger.info("all texts are there")
+    return True
 
 
 def plan_shards(settings: GenerateSettings) -> dict[Path, list[Job]]:
@@ -97,7 +111,8 @@ def plan_shards(settings: GenerateSettings) -> dict[Path, list[Job]]:
     return shards
 
 
-def _write(shards: Mapping[Path, Sequence[Job]], settings: GenerateSettings) -> None:
+def _write(shards: Mapping[Path, Sequence[Job]], settings: GenerateSettings, stop_s: float) -> bool:
+    """Args: stop_s: of the monotonic clock. Returns: whether it wrote all."""
     tokenizer = AutoTokenizer.from_pretrained(pull(settings.model))
     longest = settings.max_prompt_tokens + settings.max_tokens
     options: dict[str, Any] = {}
@@ -116,13 +131,17 @@ def _write(shards: Mapping[Path, Sequence[Job]], settings: GenerateSettings) -> 
         speculative_config=None,
         **options,
     ) as llm:
-        for path, jobs in shards.items():
+        for index, (path, jobs) in enumerate(shards.items()):
             started_s = time.monotonic()
+            if started_s > stop_s:
+                logger.info("left off with %d shards to write", len(shards) - index)
+                return False
             texts = continue_prompts(llm, jobs, tokenizer, settings)
             write_shard(path, texts)
             num_tokens = sum(len(text.output_ids) for text in texts)
             rate = num_tokens / (time.monotonic() - started_s)
             logger.info("%s: %d texts, %d tokens, %.0f tokens/s", path.name, len(texts), num_tokens, rate)
+    return True
 
 
 def continue_prompts(llm: LLM, jobs: Sequence[Job], tokenizer: Any, settings: GenerateSettings) -> list[Text]:
@@ -150,8 +169,8 @@ def continue_prompts(llm: LLM, jobs: Sequence[Job], tokenizer: Any, settings: Ge
     ]
 
 
-def _run_workers(settings: GenerateSettings) -> None:
-    """Processes of their own: one alone leaves a large GPU waiting for Python."""
+def _run_workers(settings: GenerateSettings) -> bool:
+    """Processes of their own: one alone leaves a large GPU waiting for Python. Returns: whether they wrote all."""
     if settings.kv_cache_memory_bytes is None:
         raise ConfigError("--num-workers above 1 needs --kv-cache-memory-bytes, the KV cache that each of them takes")
     spawn = multiprocessing.get_context("spawn")
@@ -167,10 +186,12 @@ def _run_workers(settings: GenerateSettings) -> None:
     finally:
         for worker in workers:
             worker.terminate()
-    if failed := [index for index, worker in enumerate(workers) if worker.exitcode != 0]:
+    if failed := [index for index, worker in enumerate(workers) if worker.exitcode not in (0, _LEFT_OFF)]:
         raise OutriderError(f"the workers {failed} failed, see above; run the same command again for what is missing")
+    return all(worker.exitcode == 0 for worker in workers)
 
 
 def _run_worker(settings: GenerateSettings) -> None:
     start_log(f"worker {settings.worker} ")
-    generate(settings)
+    if not generate(settings):
+        sys.exit(_LEFT_OFF)
