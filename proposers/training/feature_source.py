@@ -1,4 +1,4 @@
-"""Where a training step gets the target's features from: kept on the device where they fit, else computed again."""
+"""Where a training step gets the target's features from: kept on the device as far as they fit, else computed again."""
 
 import logging
 from typing import Protocol
@@ -20,7 +20,7 @@ class FeatureSource(Protocol):
     """Gives rows and their features."""
 
     def take(self, rows: Tensor) -> tuple[PackedRows, Features]:
-        """Args: rows: [n] int64, on the device."""
+        """Some rows, in an order of its own. Args: rows: [n] int64, on the CPU."""
 
 
 class RecomputedFeatures:
@@ -32,42 +32,58 @@ class RecomputedFeatures:
         self._target = target
 
     def take(self, rows: Tensor) -> tuple[PackedRows, Features]:
-        """Some rows."""
-        taken = self._rows.take(rows)
+        """As they were asked for."""
+        taken = self._rows.take(rows.to(self._rows.token_ids.device))
         return taken, self._target.compute(taken)
 
 
 class KeptFeatures:
-    """Asks the target once, for everything."""
+    """Asks the target once for the first rows, and each time for the others."""
 
-    def __init__(self, rows: PackedRows, target: TargetFeatures, rows_at_a_time: int) -> None:
-        """Args: rows: on the target's device."""
+    def __init__(
+        self, rows: PackedRows, target: TargetFeatures, rows_at_a_time: int, num_kept: int | None = None
+    ) -> None:
+        """Args: rows: on the target's device. num_kept: at least 1; all if None."""
         self._rows = rows
+        self._others = RecomputedFeatures(rows, target)
+        self._num_kept = rows.num_rows if num_kept is None else num_kept
         self._kept: Features | None = None
-        for index in torch.arange(rows.num_rows, device=rows.token_ids.device).split(rows_at_a_time):
+        for index in torch.arange(self._num_kept, device=rows.token_ids.device).split(rows_at_a_time):
             part = target.compute(rows.take(index))
             if self._kept is None:
-                self._kept = Features(*[piece.new_empty(rows.num_rows, *piece.shape[1:]) for piece in part])
+                self._kept = Features(*[piece.new_empty(self._num_kept, *piece.shape[1:]) for piece in part])
             for kept, piece in zip(self._kept, part, strict=True):
                 kept[index] = piece
 
     def take(self, rows: Tensor) -> tuple[PackedRows, Features]:
-        """Some rows."""
-        assert self._kept is not None, "there is at least one row"
-        return self._rows.take(rows), Features(*[kept[rows] for kept in self._kept])
+        """Those that are kept come first."""
+        assert self._kept is not None, "at least one row is kept"
+        is_kept = rows < self._num_kept
+        known = rows[is_kept].to(self._rows.token_ids.device)
+        features = Features(*[kept[known] for kept in self._kept])
+        if len(known) == len(rows):
+            return self._rows.take(known), features
+        others, computed = self._others.take(rows[~is_kept])
+        return self._rows.take(known).followed_by(others), Features(*map(_joined, features, computed))
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat((first, second))
 
 
 def feature_source(rows: PackedRows, target: TargetFeatures, rows_at_a_time: int) -> FeatureSource:
-    """Keep the features of all rows if the device has the memory. Args: rows: on the target's device."""
+    """Keep the features of as many rows as the device has the memory for. Args: rows: on the target's device."""
     device = rows.token_ids.device
-    nbytes = target.nbytes_per_place * rows.token_ids.numel()
+    nbytes_per_row = target.nbytes_per_place * rows.row_length
     room = int(torch.cuda.mem_get_info(device)[0] * _SHARE) if device.type == "cuda" else _CPU_NBYTES
-    if nbytes > room:
-        logger.info(
-            "features: %d MiB are too many for %d MiB: computed in each step",
-            nbytes >> 20,
-            room >> 20,
-        )
+    num_kept = min(rows.num_rows, room // nbytes_per_row)
+    logger.info(
+        "features: %d MiB, of %d in %d rows kept on %s, the others computed in each step",
+        rows.num_rows * nbytes_per_row >> 20,
+        num_kept,
+        rows.num_rows,
+        device,
+    )
+    if num_kept == 0:
         return RecomputedFeatures(rows, target)
-    logger.info("features: %d MiB, kept on %s", nbytes >> 20, device)
-    return KeptFeatures(rows, target, rows_at_a_time)
+    return KeptFeatures(rows, target, rows_at_a_time, num_kept)

@@ -52,6 +52,15 @@ class PackedRows:
         """Some of the rows, [n] int64."""
         return PackedRows(self.token_ids[rows], self.documents[rows], self.positions[rows], self.is_output[rows])
 
+    def followed_by(self, others: "PackedRows") -> "PackedRows":
+        """These rows and others of the same length."""
+        return PackedRows(
+            torch.cat((self.token_ids, others.token_ids)),
+            torch.cat((self.documents, others.documents)),
+            torch.cat((self.positions, others.positions)),
+            torch.cat((self.is_output, others.is_output)),
+        )
+
     def to(self, device: torch.device) -> "PackedRows":
         """The same on a device."""
         return PackedRows(

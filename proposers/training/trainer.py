@@ -113,7 +113,7 @@ class Trainer:
         return state.step
 
     def _step(self, step: int, total: int, rows: Tensor, *, is_detailed: bool) -> Judged:
-        taken, features = self._source.take(rows.to(self._device))
+        taken, features = self._source.take(rows)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._settings, step, total)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
