@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,6 +18,9 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Kind = Field(default="eagle3", description="what is trained: an EAGLE-3 head, or Medusa heads")
+    init: Path | None = Field(
+        default=None, description="checkpoint of a head that eagle3 begins with: its weights, vocabulary and taps"
+    )
     vocab_size: int = Field(default=8192, ge=2, description="tokens that it can draft, the most frequent ones")
     taps: tuple[int, ...] | None = Field(
         default=None, description="layers of the target whose inputs eagle3 takes; low, middle and high if not given"
@@ -26,6 +30,13 @@ class TrainSettings(BaseModel):
     num_heads: int = Field(default=4, ge=1, le=16, description="heads of medusa")
     passes: int = Field(default=5, ge=1, le=16, description="drafts that eagle3 is unrolled over")
     decay: float = Field(default=0.85, gt=0, le=1, description="weight of each draft's loss relative to the one before")
+    overlap_weight: float = Field(
+        default=0,
+        ge=0,
+        le=1,
+        description="share that the log of the chance of drawn drafts has in the loss of eagle3; the rest is "
+        "cross-entropy",
+    )
     temperature: float = Field(
         default=0.8, gt=0, le=2, description="temperature of the distributions that are compared"
     )

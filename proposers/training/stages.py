@@ -5,13 +5,13 @@ import logging
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from proposers.base import TargetModel
 from proposers.checkpoint import read_checkpoint
 from proposers.training.acceptance import Drafter
+from proposers.training.beginning import head_to_train_on, new_trainee
 from proposers.training.curves import draw_curves
-from proposers.training.eagle_trainee import EagleShape, EagleTrainee, load_eagle, new_eagle
+from proposers.training.eagle_trainee import EagleTrainee, load_eagle
 from proposers.training.export import export_head
 from proposers.training.feature_source import feature_source
 from proposers.training.measures import table
@@ -20,7 +20,7 @@ from proposers.training.objectives import EagleObjective, MedusaObjective, Objec
 from proposers.training.packing import pack
 from proposers.training.run_folder import RunFolder
 from proposers.training.schedule import TrainSettings
-from proposers.training.target import TargetFeatures, Wanted, default_taps, load_target
+from proposers.training.target import TargetFeatures, Wanted, load_target
 from proposers.training.teacher_forced import HeldOut, measure
 from proposers.training.texts import read_texts
 from proposers.training.trainer import Pace, Trainer
@@ -55,7 +55,7 @@ class TrainStage(TargetSettings):
         default=None, gt=0, description="save and leave off then; the same command goes on"
     )
     watched_texts: int = Field(default=200, ge=0, description="held-out texts that every checkpoint is measured on")
-    compile: bool = Field(default=False, description="compile the unrolled head with torch.compile")
+    compile: bool = Field(default=False, description="compile the unrolled head and its loss with torch.compile")
 
 
 class ExportStage(TargetSettings):
@@ -81,12 +81,20 @@ def train(stage: TrainStage, settings: TrainSettings) -> bool:
     """Train a head, or go on with it. Returns: whether it is done. Raises: ConfigError, ModelError, OutriderError."""
     target = load_target(stage.model, stage.device, stage.dtype)
     folder = RunFolder(stage.output)
+    begun = head_to_train_on(target, settings)
+    if begun is not None:
+        settings = begun[1]
     folder.begin(settings, target.digest)
     texts = read_texts(stage.texts, ["train"])
-    to_target = frequent_tokens(texts, target.config.vocab_size, settings.vocab_size).to(target.model.device)
+    if begun is None:
+        to_target = frequent_tokens(texts, target.config.vocab_size, settings.vocab_size).to(target.model.device)
+    else:
+        to_target = begun[0].to_target
     rows, _ = pack(texts, settings.row_length)
     logger.info("%d texts in %d rows of %d tokens", len(texts), rows.num_rows, settings.row_length)
     trainee, wanted = new_trainee(target, settings, to_target)
+    if begun is not None:
+        trainee.load_state_dict(begun[0].state_dict())
     features = TargetFeatures(target, wanted)
     source = feature_source(rows.to(target.model.device), features, settings.batch_rows)
     objective = _objective(trainee, target, settings, compiles=stage.compile)
@@ -152,22 +160,16 @@ def report(entries: list[dict[str, object]], output: Path | None) -> None:
         output.write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def new_trainee(
-    target: TargetModel, settings: TrainSettings, to_target: Tensor
-) -> tuple[EagleTrainee | MedusaTrainee, Wanted]:
-    """A head to begin with, and the features it needs."""
-    if settings.kind == "medusa":
-        return MedusaTrainee(target, to_target, settings.num_heads), Wanted((), settings.temperature)
-    taps = settings.taps or default_taps(target.config.num_hidden_layers)
-    shape = EagleShape(taps, to_target, not settings.tied_output, settings.norm_output)
-    return new_eagle(shape, target, settings.seed), Wanted(taps, settings.temperature)
-
-
 def _objective(
     trainee: EagleTrainee | MedusaTrainee, target: TargetModel, settings: TrainSettings, *, compiles: bool
 ) -> Objective:
     if isinstance(trainee, MedusaTrainee):
         return MedusaObjective(trainee, target, temperature=settings.temperature)
     return EagleObjective(
-        trainee, target, num_passes=settings.passes, temperature=settings.temperature, compiles=compiles
+        trainee,
+        target,
+        num_passes=settings.passes,
+        temperature=settings.temperature,
+        overlap_weight=settings.overlap_weight,
+        compiles=compiles,
     )

@@ -51,6 +51,9 @@ def run_stages(
     before = {path.name: path.stat().st_mtime_ns for path in texts.iterdir()}
     assert command("generate", *target, *engine, "--compile", "none", "--output", texts, "--greedy-share", 1) == 0
     assert {path.name: path.stat().st_mtime_ns for path in texts.iterdir()} == before, "what is there is kept"
+    late = ["--output", folder / "late", "--stop-after-seconds", 1e-9]
+    assert command("generate", *target, *engine, "--compile", "none", *late) == 3
+    assert not list((folder / "late").iterdir())
     assert command("train", *target, "--texts", texts, "--output", run, "--vocab-size", 512, *train) == 0
     assert (run / "curves.png").stat().st_size > 1000
     assert command("export", *target, "--run", run, "--output", folder / "head") == 0
@@ -68,6 +71,12 @@ def test_a_head_is_trained_exported_and_served(tmp_path: Path, device_name: str)
     assert set(foreseen) == set(seen) == {1, 3}
     # The last step of an answer is cut short in the engine, and left out of the other.
     assert all(abs(foreseen[k] - seen[k]) < 0.15 for k in seen)
+    again = ["--init", tmp_path / "head", "--output", tmp_path / "again", *train, "--epochs", 1]
+    target = ["--model", tmp_path / "model", "--device", device_name, "--dtype", "float32"]
+    assert command("train", *target, "--texts", tmp_path / "texts", *again) == 0
+    assert command("export", *target, "--run", tmp_path / "again", "--output", tmp_path / "head-again") == 0
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("head", "head-again")]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.full

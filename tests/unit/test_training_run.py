@@ -14,6 +14,7 @@ from proposers.checkpoint import read_checkpoint
 from proposers.eagle_checkpoint import eagle_head
 from proposers.medusa_heads import medusa_heads
 from proposers.training.acceptance import Drafter
+from proposers.training.beginning import new_trainee
 from proposers.training.curves import draw_curves
 from proposers.training.eagle_trainee import EagleTrainee
 from proposers.training.export import export_head
@@ -23,7 +24,6 @@ from proposers.training.objectives import EagleObjective, MedusaObjective, Objec
 from proposers.training.packing import PackedRows, pack
 from proposers.training.run_folder import RunFolder
 from proposers.training.schedule import TrainSettings, batches, learning_rate, num_steps
-from proposers.training.stages import new_trainee
 from proposers.training.target import TargetFeatures, Wanted
 from proposers.training.teacher_forced import HeldOut, measure
 from proposers.training.trainer import Pace, Trainer
@@ -45,9 +45,9 @@ def target(tmp_path_factory: pytest.TempPathFactory, device_name: str) -> Target
 
 
 class Run:
-    """A run over a few texts of the tiny target."""
+    """A run over a few texts of the tiny target. Args: num_kept: rows whose features are kept; all if None."""
 
-    def __init__(self, target: TargetModel, folder: Path, given: TrainSettings, *, is_kept: bool = True) -> None:
+    def __init__(self, target: TargetModel, folder: Path, given: TrainSettings, *, num_kept: int | None = None) -> None:
         self.target, self.settings, self.folder = target, given, RunFolder(folder)
         self.folder.begin(given, target.digest)
         self.texts = greedy_texts(target, 24, LENGTH)
@@ -57,11 +57,17 @@ class Run:
         self.trainee, wanted = new_trainee(target, given, to_target)
         self.features = TargetFeatures(target, wanted)
         source: FeatureSource = (
-            KeptFeatures(rows, self.features, 5) if is_kept else RecomputedFeatures(rows, self.features)
+            RecomputedFeatures(rows, self.features) if num_kept == 0 else KeptFeatures(rows, self.features, 5, num_kept)
         )
         objective: Objective
         if isinstance(self.trainee, EagleTrainee):
-            objective = EagleObjective(self.trainee, target, num_passes=given.passes, temperature=0.8)
+            objective = EagleObjective(
+                self.trainee,
+                target,
+                num_passes=given.passes,
+                temperature=0.8,
+                overlap_weight=given.overlap_weight,
+            )
         else:
             objective = MedusaObjective(self.trainee, target, temperature=0.8)
         self.trainer = Trainer(objective, source, rows.num_rows, given, self.folder, to_target)
@@ -77,7 +83,11 @@ class Run:
         return {name: tensor.clone() for name, tensor in self.trainee.state_dict().items()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_output": True}, {"norm_output": True}, {"kind": "medusa"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_output": True}, {"norm_output": True}, {"overlap_weight": 0.5}, {"kind": "medusa"}],
+    ids=str,
+)
 def test_the_loss_falls_and_more_drafts_are_accepted(
     tmp_path: Path, target: TargetModel, changes: dict[str, Any]
 ) -> None:
@@ -110,10 +120,10 @@ def test_a_run_that_is_gone_on_with_ends_as_one_without_a_break(tmp_path: Path, 
         torch.testing.assert_close(after.weights()[name], expected, rtol=0, atol=0, msg=name)
 
 
-def test_features_are_the_same_kept_or_computed_again(tmp_path: Path, target: TargetModel) -> None:
-    kept, computed = (
-        Run(target, tmp_path / name, settings(epochs=1), is_kept=name == "kept") for name in ("kept", "computed")
-    )
+@pytest.mark.parametrize("num_kept", [0, 5])
+def test_features_are_the_same_kept_or_computed_again(tmp_path: Path, target: TargetModel, num_kept: int) -> None:
+    kept = Run(target, tmp_path / "kept", settings(epochs=1))
+    computed = Run(target, tmp_path / "computed", settings(epochs=1), num_kept=num_kept)
     for run in (kept, computed):
         run.trainer.run(Pace())
     for name, expected in kept.weights().items():
