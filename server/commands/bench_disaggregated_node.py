@@ -12,8 +12,9 @@ from clients.aio import AsyncClient
 from clients.errors import DeadlineExceededError
 from clients.retry import RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
-from server.commands.bench_disaggregated_process import LoggedProcess, free_port, module_command
+from server.commands.bench_disaggregated_process import LoggedProcess, free_port
 from server.commands.bench_settings import resolve_compiled
+from server.commands.own_module import module_command
 from server.config_sources import ENV_PREFIX
 
 _POLL_S = 0.5

@@ -3,14 +3,12 @@
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from server.errors import OutriderError
 
-_ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 30.0
 _STAT_UTIME, _STAT_STIME = 11, 12
 """Places of a process's times in /proc/PID/stat, counted behind its name."""
@@ -82,12 +80,6 @@ class LoggedProcess:
             self.popen.wait()
         if self.popen.stdout is not None:
             self.popen.stdout.close()
-
-
-def module_command(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """How a module of ours is run, wherever the user stands. Returns: the command, and variables that it needs."""
-    # A folder called "server" where the user stands must not be taken for ours.
-    return [sys.executable, "-P", "-m", module, *arguments], {"PYTHONPATH": str(_ROOT)}
 
 
 def free_port() -> int:

@@ -10,7 +10,8 @@ from typing import Any
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
 from server.commands.bench_disaggregated_load import PEERS, Load
-from server.commands.bench_disaggregated_process import LoggedProcess, module_command
+from server.commands.bench_disaggregated_process import LoggedProcess
+from server.commands.own_module import module_command
 from server.errors import OutriderError
 
 PLAIN, COPY = "plain socket", "memory copy"

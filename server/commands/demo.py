@@ -8,13 +8,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from clients.errors import DeadlineExceededError
 from clients.outputs import Finished
 from clients.sync import Client
 from server.commands.call_errors import one_line_errors
 from server.commands.flag_types import integer
+from server.commands.own_module import module_command
 from server.config_sources import add_arguments
 from server.errors import ConfigError, OutriderError
 
@@ -33,7 +33,6 @@ Rewrite it with the class name changed to Vertex. Answer with the code only."""
 """Its answer repeats much of it, as edits of code do; that is easy to draft."""
 _POLL_S = 0.5
 _KILL_AFTER_S = 60.0
-_ROOT = Path(__file__).resolve().parents[2]
 _OWN_ADDRESS = ("host", "port", "uds")
 
 
@@ -69,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _running_server(settings: dict[str, object], socket: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A server process that is asked to stop when the block ends, and killed if it will not."""
-    # A folder called "server" where the user stands must not be taken for ours.
-    command = [sys.executable, "-P", "-m", "server", "serve", f"--uds={socket}", *_flags(settings)]
-    server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(_ROOT)})
+    command, environ = module_command("server", "serve", f"--uds={socket}", *_flags(settings))
+    server = subprocess.Popen(command, env={**os.environ, **environ})
     try:
         yield server
     finally:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from clients.errors import DeadlineExceededError
 from clients.sync import Client
-from server.commands.bench_disaggregated_process import free_port, module_command
+from server.commands.bench_disaggregated_process import free_port
+from server.commands.own_module import module_command
 from tests.fakes.device import DEVICE, PREFILL_DEVICE
 from tests.fakes.served_model import SETTINGS
 
