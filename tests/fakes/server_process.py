@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from clients.errors import DeadlineExceededError
@@ -106,13 +106,15 @@ class ServerProcess:
 @contextmanager
 def server_processes(folder: Path, settings: Mapping[str, Mapping[str, object]]) -> Iterator[dict[str, ServerProcess]]:
     """Servers by their names, all of which serve, until the block ends. Args: folder: for what each of them writes."""
-    with ExitStack() as stack:
-        servers: dict[str, ServerProcess] = {}
+    servers: dict[str, ServerProcess] = {}
+    try:
         for name, values in settings.items():
             servers[name] = ServerProcess(folder / name, **values)  # type: ignore[arg-type]
-            stack.callback(servers[name].close)
         for server in servers.values():
             server.wait_ready()
         yield servers
-        for server in servers.values():
+    finally:
+        for server in servers.values():  # all at once, rather than each when the one before it has ended
             server.stop()
+        for server in servers.values():
+            server.close()
