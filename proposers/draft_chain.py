@@ -14,12 +14,26 @@ class DraftChain:
     """Runs a network over its own drafts, all sequences at a time; owned by its proposer."""
 
     def __init__(
-        self, network: ChainNetwork, target: TargetView, *, num_drafts: int, is_sampled: bool, limit: int
+        self,
+        network: ChainNetwork,
+        target: TargetView,
+        *,
+        num_drafts: int,
+        is_sampled: bool,
+        limit: int,
+        least_certainty: float,
     ) -> None:
-        """Args: num_drafts: most. is_sampled: whether they are drawn. limit: the network takes positions below it."""
+        """Args:
+        num_drafts: most. is_sampled: whether they are drawn. limit: the network takes positions below it.
+        least_certainty: a sequence gets no further drafts once the product of the network's largest probabilities,
+            one for each draft so far, is below it. What is drawn afterwards has no part in that, so acceptance stays
+            exact: each rule of acceptance holds wherever drafts end by what they were and came from.
+        """
         self._network = network
         self._num_drafts = num_drafts
         self._limit = limit
+        self._least_certainty = least_certainty
+        self._may_stop = target.device.type == "cpu"  # elsewhere the host would wait, or the step be captured
         self._to_target = network.to_target
         self.vocabulary = DraftVocabulary.of(network.to_target, target.vocab_size) if is_sampled else None
 
@@ -44,6 +58,7 @@ class DraftChain:
         keeps_logits = self.vocabulary is not None and inputs.sampling is not None and inputs.sampling.has_unseeded
         counts = torch.zeros_like(inputs.num_tokens)
         is_usable = torch.ones_like(counts, dtype=torch.bool) if is_ready is None else is_ready
+        certainty = torch.ones_like(counts, dtype=torch.float32)
         for index in range(width):
             if hidden is None or index:
                 newest = inputs.token_ids[inputs.slots, inputs.num_tokens - 1].long() if index == 0 else ids[-1]
@@ -57,9 +72,14 @@ class DraftChain:
             is_usable = is_usable & torch.isfinite(scores.amax(-1))
             counts += is_usable
             ids.append(chosen if self._to_target is None else self._to_target[chosen])
+            if self._least_certainty:
+                certainty *= torch.exp(drawn_from.amax(-1) - drawn_from.logsumexp(-1))
+                is_usable = is_usable & (certainty >= self._least_certainty)
+                if self._may_stop and not is_usable.any():
+                    break
         room = (limit - inputs.num_tokens + 1).clamp(min=0)
         counts = torch.minimum(torch.minimum(counts, room), inputs.max_drafts.long())
-        is_draft = torch.arange(width, device=counts.device) < counts[:, None]
+        is_draft = torch.arange(len(ids), device=counts.device) < counts[:, None]
         return Draft(
             torch.where(is_draft, torch.stack(ids, 1), -1).int(),
             counts.int(),

@@ -55,6 +55,7 @@ class DraftModelConfig(KVNetworkConfig):
             num_speculative_tokens=self.num_speculative_tokens,
             is_sampled=self.is_sampled,
             max_num_tokens=self.max_model_len,
+            least_certainty=self.draft_min_certainty,
         )
 
     def _find(self, device: torch.device, dtype: torch.dtype, *, trusts_code: bool) -> ModelFiles:

@@ -71,11 +71,13 @@ class NetworkProposer:
         is_sampled: bool,
         num_features: int = 0,
         max_num_tokens: int | None = None,
+        least_certainty: float = 0.0,
     ) -> None:
         """Args:
         is_sampled: whether drafts are drawn from the network's distribution; otherwise they are its likeliest.
         num_features: size of the hidden states that it is fed for each token.
         max_num_tokens: nothing is drafted from this position on, besides the network's own limit.
+        least_certainty: see DraftChain.
         """
         assert target.network is not None
         self.network = network
@@ -86,7 +88,12 @@ class NetworkProposer:
         limits = [limit for limit in (network.max_num_tokens, max_num_tokens) if limit is not None]
         self._limit = min(limits, default=target.network.max_num_tokens)
         self._chain = DraftChain(
-            network, target, num_drafts=num_speculative_tokens, is_sampled=is_sampled, limit=self._limit
+            network,
+            target,
+            num_drafts=num_speculative_tokens,
+            is_sampled=is_sampled,
+            limit=self._limit,
+            least_certainty=least_certainty,
         )
         self._state: _State | None = None
         self._outputs: Tensor | None = None

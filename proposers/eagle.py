@@ -42,6 +42,7 @@ class EagleConfig(HeadConfig, KVNetworkConfig):
             is_sampled=self.is_sampled,
             num_features=network.num_features,
             max_num_tokens=self.max_model_len,
+            least_certainty=self.draft_min_certainty,
         )
 
 

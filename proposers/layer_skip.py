@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetModel, TargetOutline, TargetView
 from proposers.draft_chain import DraftChain
 from proposers.network import BatchMemory
-from proposers.network_config import NetworkConfig
+from proposers.network_config import ChainConfig
 from server.errors import ConfigError
 from server.model.attention import AttentionStep
 from server.model.decoder_layers import find_decoder_layers
@@ -22,7 +22,7 @@ from server.model.forward import run_model
 from server.model.layer_check import run_prompt
 
 
-class LayerSkipConfig(NetworkConfig):
+class LayerSkipConfig(ChainConfig):
     """Settings of drafting with some first layers."""
 
     num_layers: int = Field(ge=1, description="decoder layers of the target that draft, from the first on")
@@ -98,7 +98,14 @@ class LayerSkipProposer:
         self._memory: BatchMemory | None = None
         self._k = config.num_speculative_tokens
         limit = min(layers.max_num_tokens, config.max_model_len or layers.max_num_tokens)
-        self._chain = DraftChain(layers, target, num_drafts=self._k, is_sampled=config.is_sampled, limit=limit)
+        self._chain = DraftChain(
+            layers,
+            target,
+            num_drafts=self._k,
+            is_sampled=config.is_sampled,
+            limit=limit,
+            least_certainty=config.draft_min_certainty,
+        )
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -49,7 +49,19 @@ class NetworkConfig(ProposerConfig):
         return target.network
 
 
-class KVNetworkConfig(NetworkConfig):
+class ChainConfig(NetworkConfig):
+    """Settings of a network that drafts token by token."""
+
+    draft_min_certainty: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="a sequence gets no further drafts in a step once the product of the network's largest "
+        "probabilities, one for each draft, is below this",
+    )
+
+
+class KVNetworkConfig(ChainConfig):
     """Settings of a network that keeps K and V of its own."""
 
     kv_cache_dtype: KVCacheDtype = Field(

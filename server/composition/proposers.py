@@ -19,7 +19,8 @@ from server.speculative_config import AUTO, SpeculativeConfig, parse_speculative
 logger = logging.getLogger(__name__)
 
 _SHIPPED = {"method": "eagle3", "num_speculative_tokens": 4, "rejection_sample_method": "block"}
-"""What does best with the heads that are shipped."""
+_SHIPPED_ON_CPU = _SHIPPED | {"num_speculative_tokens": 6, "draft_min_certainty": 0.1}
+"""What does best with the heads that are shipped. Only a CPU saves the passes that uncertain drafts would take."""
 
 
 def choose_speculation(
@@ -45,7 +46,7 @@ def choose_speculation(
         return config.speculative
     if not has_shipped_head("eagle3", outline.digest):
         return None
-    chosen = parse_speculative_config(Given(_SHIPPED, "auto"))
+    chosen = parse_speculative_config(Given(_SHIPPED_ON_CPU if device.type == "cpu" else _SHIPPED, "auto"))
     assert isinstance(chosen, SpeculativeConfig)
     try:
         _check(chosen, outline)

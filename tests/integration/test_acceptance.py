@@ -17,6 +17,7 @@ from server.config import ModelConfig
 from server.kernels.rejection import Method
 from server.model.loader import load_model
 from server.request import Request, SamplingParams
+from server.scheduler.statistics import Counters
 from tests.fakes.drawing_proposer import DrawingProposer
 from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.stepping import Stepping
@@ -38,8 +39,8 @@ def answers(
     device_name: str,
     method: Method,
     build: Callable[[TargetView], Sequence[Proposer]] | None,
-) -> tuple[list[list[int]], int]:
-    """Many unseeded answers to one prompt, and how many drafts were kept."""
+) -> tuple[list[list[int]], Counters]:
+    """Many unseeded answers to one prompt, and what became of the drafts."""
     stepping = Stepping(
         folder,
         torch.device(device_name),
@@ -52,7 +53,7 @@ def answers(
     sampling = SamplingParams(temperature=1.5, allowed_token_ids=FEW, max_tokens=4, ignore_eos=True)
     made = [Request(request_id=str(i), prompt_token_ids=PROMPT, sampling=sampling) for i in range(NUM_REQUESTS)]
     tokens = stepping.generate(made)
-    return tokens, sum(stepping.scheduler.counters.accepted)
+    return tokens, stepping.scheduler.counters
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +78,25 @@ def assert_alike(undrafted: list[list[int]], drafted: list[list[int]]) -> None:
 def test_unseeded_answers_are_distributed_as_without_speculation(
     folder: Path, device_name: str, undrafted: list[list[int]], method: Method, known: range
 ) -> None:
-    drafted, num_accepted = answers(
-        folder, device_name, method, lambda _: [DrawingProposer(2, 512, known, device_name)]
-    )
-    assert num_accepted > NUM_REQUESTS / 20
+    drafted, counters = answers(folder, device_name, method, lambda _: [DrawingProposer(2, 512, known, device_name)])
+    assert sum(counters.accepted) > NUM_REQUESTS / 20
     assert_alike(undrafted, drafted)
 
 
-@pytest.mark.parametrize("is_in_list", [False, True], ids=["alone", "behind ngram"])
+@pytest.mark.parametrize(
+    ("is_in_list", "least_certainty"),
+    [(False, 0.0), (True, 0.0), (False, 0.2)],
+    ids=["alone", "behind ngram", "while certain"],
+)
 @pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
 def test_so_are_those_drafted_by_a_model(
-    tmp_path: Path, folder: Path, device_name: str, undrafted: list[list[int]], method: Method, is_in_list: bool
+    tmp_path: Path,
+    folder: Path,
+    device_name: str,
+    undrafted: list[list[int]],
+    method: Method,
+    is_in_list: bool,
+    least_certainty: float,
 ) -> None:
     """Of other weights; where a list has a lookup in front, answers mix both kinds of drafts."""
     model = build_tiny_model(tmp_path, num_layers=1, seed=9)
@@ -98,12 +107,17 @@ def test_so_are_those_drafted_by_a_model(
         mapping = VocabularyMapping(to_target, torch.arange(512))
         loaded = load_model(ModelConfig(model=str(model)), target.device, torch.float32)
         network = CausalNetwork(loaded, torch.float32, mapping, runs_plain=True)
-        drawing = NetworkProposer(network, target, num_speculative_tokens=2, is_sampled=True)
+        drawing = NetworkProposer(
+            network, target, num_speculative_tokens=2, is_sampled=True, least_certainty=least_certainty
+        )
         lookup = NgramProposer(2, 1, 1, takes_last=True, device=target.device)
         return [lookup, drawing] if is_in_list else [drawing]
 
-    drafted, num_accepted = answers(folder, device_name, method, build)
-    assert num_accepted > NUM_REQUESTS / 10
+    drafted, counters = answers(folder, device_name, method, build)
+    assert sum(counters.accepted) > NUM_REQUESTS / 10
+    if least_certainty:
+        first, second = counters.drafted
+        assert 0.1 * first < second < 0.9 * first, "some drafts end early, and some do not"
     assert_alike(undrafted, drafted)
 
 

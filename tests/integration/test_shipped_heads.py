@@ -60,7 +60,7 @@ def test_auto_is_the_head_for_this_model_or_none(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("proposers.head_config.shipped_head", partial(shipped_head, folder=heads))
     for settings in ({}, {"speculative_config": "auto"}):
         info = info_of(model, **settings)
-        assert (info.speculative_method, info.num_speculative_tokens) == ("eagle3", 4)
+        assert (info.speculative_method, info.num_speculative_tokens) == ("eagle3", 6)
         assert info.rejection_sample_method == "block"
     assert info_of(model, speculative_config="none").speculative_method == "none"
     assert info_of(other).speculative_method == "none"
