@@ -7,6 +7,8 @@ followed is known. After refused drafts it does their places again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -253,23 +255,24 @@ class NetworkProposer:
     def _do_left_out(self, work: Sequence[tuple[PlanRow, int]]) -> None:
         """Run the network over the first positions of each row that it has not done."""
         state = self._bound
-        widths = np.array([width for _, width in work])
+        work = sorted(work, key=itemgetter(1))  # those that are alike are attended to in one go
+        slot_ids, widths = (
+            np.array(values) for values in zip(*[(row.slot, width) for row, width in work], strict=True)
+        )
         begins = np.concatenate(([0], widths.cumsum()))
-        bounds = [row.context_bound for row, _ in work]
-        groups = [
-            AttentionGroup(i, 1, int(begins[i]), int(width), bounds[i]) for i, width in enumerate(widths.tolist())
-        ]
-        rows, first, num_query = self._upload([row.slot for row, _ in work]), begins[:-1], self._upload(widths)
-        slots = self._upload(np.array([row.slot for row, _ in work]).repeat(widths))
-        offsets = self._upload(np.arange(begins[-1]) - first.repeat(widths))
+        groups = _groups(work, begins.tolist())
+        offsets = np.arange(begins[-1]) - begins[:-1].repeat(widths)
+        rows, first, num_query, slots, offset = self._upload(
+            slot_ids, begins[:-1], widths, slot_ids.repeat(widths), offsets
+        )
         known = state.memory.num_computed
         if state.kept is not None:
             oldest = known[rows] + 1 - LONGEST_GAP
             state.first[rows] = torch.where(state.num_done[rows] < oldest, oldest, state.first[rows])
             state.num_done[rows] = torch.maximum(state.num_done[rows], oldest)
-        positions = state.num_done[slots] + offsets
+        positions = state.num_done[slots] + offset
         is_real = positions <= known[slots].clamp(max=state.limit - 1)
-        tokens = FlatTokens(slots, positions, is_real, rows, self._upload(first), num_query, tuple(groups))
+        tokens = FlatTokens(slots, positions, is_real, rows, first, num_query, groups)
         hidden = None
         if state.kept is not None:
             hidden = self.network.condense(state.kept[slots, (positions - 1) % KEPT])
@@ -282,14 +285,25 @@ class NetworkProposer:
         token_ids = state.memory.token_ids[tokens.slots, positions].long()
         return self.network.forward(token_ids, positions, step, hidden)
 
-    def _upload(self, values: Sequence[int] | npt.NDArray[np.int64]) -> Tensor:
-        """[n] int64 on the device, without waiting for it."""
-        host = torch.as_tensor(values, dtype=torch.int64)
-        if self._target.device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._target.device, non_blocking=True)
+    def _upload(self, *arrays: npt.NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """[n] int64 each on the device, in one go and without waiting for it."""
+        host = torch.from_numpy(np.concatenate(arrays))
+        if self._target.device.type == "cuda":
+            host = host.pin_memory()
+        return torch.split(host.to(self._target.device, non_blocking=True), [len(array) for array in arrays])
 
     @property
     def _bound(self) -> _State:
         assert self._state is not None, "bind comes first"
         return self._state
+
+
+def _groups(work: Sequence[tuple[PlanRow, int]], begins: Sequence[int]) -> tuple[AttentionGroup, ...]:
+    """Rows next to each other that are to do equally many positions. Args: begins: of each row, its first token."""
+    groups: list[AttentionGroup] = []
+    first_row = 0
+    for width, members in groupby(work, key=itemgetter(1)):
+        bounds = [row.context_bound for row, _ in members]
+        groups.append(AttentionGroup(first_row, len(bounds), begins[first_row], width, max(bounds)))
+        first_row += len(bounds)
+    return tuple(groups)

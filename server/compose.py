@@ -27,7 +27,7 @@ from server.model.footprint import Footprint
 from server.passing_thread import run_in_passing_thread
 from server.preprocess import Preprocessor
 from server.request import ModelInfo
-from server.scheduler.draft_policy import make_policy
+from server.scheduler.policy_choice import MakePolicy, make_policy
 from server.scheduler.scheduler import Scheduler
 from server.speculative_config import SpeculativeConfig
 from server.worker.buckets import batch_sizes
@@ -46,7 +46,10 @@ STREAM_PATIENCE_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """An engine on a loaded model, not started, and what turns prompts into its requests."""
+    """An engine on a loaded model, not started, and what turns prompts into its requests.
+
+    Attributes: make_policy: decides how many drafts are verified, on what the engine runs on.
+    """
 
     engine: NativeEngine
     steps: StepLoop
@@ -54,6 +57,7 @@ class Core:
     scheduler: Scheduler
     bus: EventBus
     footprint: Footprint
+    make_policy: MakePolicy
 
 
 def build_core(config: Config) -> Core:
@@ -89,6 +93,7 @@ def _build_core(config: Config) -> Core:
     )
     bus = EventBus()
     num_drafts = info.num_speculative_tokens
+    policy_of = partial(make_policy, is_captured=bool(sizes))
     scheduler = Scheduler(
         config.scheduler,
         info,
@@ -99,7 +104,7 @@ def _build_core(config: Config) -> Core:
         connector=None if connector is None else connector.scheduler,
         reads_from=() if config.kv_transfer is None else config.kv_transfer.carriers("in"),
         fails_on_bad_loads=config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail",
-        draft_policy=make_policy(speculative.policy, num_drafts) if speculative else None,
+        draft_policy=policy_of(speculative.policy, num_drafts) if speculative else None,
     )
     depth = config.scheduler.pipeline_depth
     compilations = compilations_of(config.model, target, proposers)
@@ -133,7 +138,7 @@ def _build_core(config: Config) -> Core:
         steps,
         loaded.tokenizer,
         info,
-        SpeculationControl(speculative, proposers, scheduler.drafts),
+        SpeculationControl(speculative, proposers, scheduler.drafts, policy_of),
         max_queued_requests=config.scheduler.max_queued_requests,
         max_num_seqs=config.scheduler.max_num_seqs,
         stream_interval=config.server.stream_interval or 1,
@@ -141,7 +146,7 @@ def _build_core(config: Config) -> Core:
         on_stopped=end_transfers,
         clock=time.monotonic,
     )
-    return Core(engine, steps, Preprocessor(loaded.tokenizer, info), scheduler, bus, target.footprint)
+    return Core(engine, steps, Preprocessor(loaded.tokenizer, info), scheduler, bus, target.footprint, policy_of)
 
 
 def _connector(config: Config, info: ModelInfo, notify: Callable[[], None]) -> Connector | None:

@@ -99,7 +99,7 @@ class _ProposerBench:
         Args: reports: one is added for each; if it ends early, of the turns that there were.
         """
         load = self._load
-        policies = {candidate: candidate.policy(self._max_drafts) for candidate in self._candidates}
+        policies = {candidate: self._bench.policy(candidate) for candidate in self._candidates}
         print(heading([candidate.name for candidate in policies]), flush=True)
         for workload in load.workloads:
             prompts = self._prompts(workload, load.output_len)
@@ -137,7 +137,7 @@ class _ProposerBench:
                 batches = [_take(sources[workload], concurrency) for workload, concurrency in phases]
                 rates: dict[Candidate, list[float]] = {}
                 for candidate in rotated(self._candidates, turn):
-                    policy = candidate.policy(self._max_drafts)
+                    policy = self._bench.policy(candidate)
                     rates[candidate] = await self._bench.measure_phases(policy, batches, load.change_steps)
                 turns.append(rates)
         finally:

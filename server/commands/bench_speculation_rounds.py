@@ -16,7 +16,8 @@ from server.engine.protocol import EngineStatistics
 from server.errors import OutriderError
 from server.preprocess import TokensPrompt
 from server.request import Request, SamplingParams
-from server.scheduler.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
+from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
+from server.speculative_config import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,6 @@ class Candidate:
     def name(self) -> str:
         """As tables and reports have it."""
         return "auto" if self.k is None else str(self.k)
-
-    def policy(self, max_drafts: int) -> DraftPolicy:
-        """A new one, which has learned nothing."""
-        return AutoPolicy(max_drafts) if self.k is None else FixedPolicy(self.k)
 
 
 AUTO, OFF = Candidate(None), Candidate(0)
@@ -72,6 +69,12 @@ class Bench:
         self._ids = itertools.count()
         self._steps = StepLog(core.engine.now)
         core.bus.subscribe(self._steps)
+
+    def policy(self, candidate: Candidate) -> DraftPolicy:
+        """A new one, which has learned nothing."""
+        if candidate.k is not None:
+            return FixedPolicy(candidate.k)
+        return self._core.make_policy(PolicyConfig(), self._core.engine.model_info.num_speculative_tokens)
 
     async def measure(self, policy: DraftPolicy, prompts: Sequence[Prompt]) -> Measured:
         """Generate for all prompts at once, to the length that each wants."""

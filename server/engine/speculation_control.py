@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from proposers.config import ProposerConfig, Reconfigurable
 from server.scheduler.draft_control import DraftControl
-from server.scheduler.draft_policy import make_policy
+from server.scheduler.policy_choice import MakePolicy, make_policy
 from server.speculation_state import SpeculationChange, SpeculationState
 from server.speculative_config import SpeculativeConfig
 
@@ -15,8 +15,15 @@ logger = logging.getLogger(__name__)
 class SpeculationControl:
     """Owned by the engine, whose step thread calls `apply` between two steps; `state` may be read from any thread."""
 
-    def __init__(self, config: SpeculativeConfig | None, proposers: Sequence[object], drafts: DraftControl) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig | None,
+        proposers: Sequence[object],
+        drafts: DraftControl,
+        make_policy: MakePolicy = make_policy,
+    ) -> None:
         """Args: proposers: what was built from the configuration's, in its order."""
+        self._make_policy = make_policy
         self._proposers = proposers
         self._drafts = drafts
         self._state = SpeculationState.of(config, proposers)
@@ -35,7 +42,7 @@ class SpeculationControl:
             after.policy,
             after.members,
         ):  # what was measured was measured of something else
-            self._drafts.use(make_policy(after.policy, after.num_speculative_tokens))
+            self._drafts.use(self._make_policy(after.policy, after.num_speculative_tokens))
         self._drafts.is_on = after.enabled
         self._state = after
         _log(before, after)

@@ -3,6 +3,7 @@
 import torch
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput
+from proposers.draft_sampling import draw
 
 
 class DrawingProposer:
@@ -19,18 +20,19 @@ class DrawingProposer:
         to_draft = torch.full((vocab_size,), -1, dtype=torch.int32, device=device)
         to_draft[self._known] = torch.arange(len(known), dtype=torch.int32, device=device)
         self.vocabulary = DraftVocabulary(len(known), torch.float32, to_draft)
-        self._generator = torch.Generator(device).manual_seed(3)
-        self._table = 2 * torch.randn(vocab_size, len(known), generator=self._generator, device=device)
+        generator = torch.Generator(device).manual_seed(3)
+        self._table = 2 * torch.randn(vocab_size, len(known), generator=generator, device=device)
 
     def propose(self, inputs: ProposeInput) -> Draft:
         """As many as each row may have."""
+        assert inputs.sampling is not None
         last = inputs.token_ids[inputs.slots, inputs.num_tokens - 1].long()
         ids, logits = [], []
-        for _ in range(self.num_speculative_tokens):
-            logits.append(self._table[last])
-            drawn = torch.multinomial(logits[-1].softmax(-1), 1, generator=self._generator)[:, 0]
+        for index in range(self.num_speculative_tokens):
+            drawn, drawn_from = draw(self._table[last], inputs.sampling, inputs.num_tokens, index, self._known)
             last = self._known[drawn]
             ids.append(last)
+            logits.append(drawn_from)
         place = torch.arange(len(ids), device=last.device)
         counts = inputs.max_drafts.clamp(max=len(ids))
         drafts = torch.where(place < counts[:, None], torch.stack(ids, 1), -1)

@@ -6,8 +6,11 @@ import pytest
 
 from server.kv.prefix_cache import BlockHashes
 from server.request import Request, SamplingParams
+from server.scheduler.auto_policy import AutoPolicy
 from server.scheduler.draft_control import DraftControl
-from server.scheduler.draft_policy import Allowance, AutoPolicy, FixedPolicy, make_policy
+from server.scheduler.draft_policy import Allowance, FixedPolicy
+from server.scheduler.on_off_policy import OnOffPolicy
+from server.scheduler.policy_choice import make_policy
 from server.scheduler.sequence import Sequence
 from server.speculative_config import PolicyConfig
 
@@ -96,6 +99,7 @@ def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequenc
 
 def test_policies_by_their_settings() -> None:
     assert isinstance(make_policy(PolicyConfig(), 5), AutoPolicy)
+    assert isinstance(make_policy(PolicyConfig(), 5, is_captured=True), OnOffPolicy)
     assert make_policy(PolicyConfig(policy="fixed"), 5).allow(1) == Allowance(5, 5)
     schedule = make_policy(PolicyConfig(num_speculative_tokens_per_batch_size={1: 8, 4: 0}), 5)
     assert [schedule.allow(num_rows) for num_rows in (1, 4)] == [Allowance(5, 5), Allowance(0, 0)]

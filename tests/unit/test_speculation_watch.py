@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from server.scheduler.draft_policy import AutoPolicy, DraftPolicy, FixedPolicy
+from server.scheduler.auto_policy import AutoPolicy
+from server.scheduler.draft_policy import DraftPolicy, FixedPolicy
 from server.scheduler.speculation_watch import QUIET_WINDOWS, WINDOW, SpeculationWatch
 from server.scheduler.statistics import Counters, StepTime
 

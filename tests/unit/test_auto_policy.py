@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from server.scheduler.draft_policy import CANDIDATES, Allowance, AutoPolicy, DraftPolicy, FixedPolicy
+from server.scheduler.auto_policy import CANDIDATES, AutoPolicy
+from server.scheduler.draft_policy import Allowance, DraftPolicy, FixedPolicy
 
 K = 8
 WARM_UP = 50

@@ -1,0 +1,50 @@
+"""What draft policies measure: running means that forget, and the duration of steps with about so many rows."""
+
+from dataclasses import dataclass
+
+TRIES = 2
+"""Steps of a kind after which their duration is known; the shortest of these counts."""
+_DURATION_MEMORY = 8
+"""Steps after which what was measured counts for little."""
+_LONGEST_SAMPLE = 1.5
+"""A step that takes longer than so many usual ones was held up by something else, and counts as that many."""
+
+
+@dataclass(slots=True)
+class Mean:
+    """A running mean that forgets."""
+
+    value: float
+    count: int = 0
+
+    def add(self, sample: float, memory: int) -> None:
+        """Take a sample in. Args: memory: samples after which one counts for little."""
+        self.count += 1
+        self.value += (sample - self.value) / min(self.count, memory)
+
+
+@dataclass(slots=True)
+class Duration:
+    """Of steps of one kind, on a machine that pauses now and then."""
+
+    seconds: float = float("inf")
+    count: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was measured often enough."""
+        return self.count >= TRIES
+
+    def add(self, duration_s: float) -> None:
+        """Take a step in."""
+        self.count += 1
+        if self.count <= TRIES:
+            self.seconds = min(self.seconds, duration_s)
+        else:
+            sample = min(duration_s, _LONGEST_SAMPLE * self.seconds)
+            self.seconds += (sample - self.seconds) / min(self.count, _DURATION_MEMORY)
+
+
+def row_class(num_rows: int) -> int:
+    """The largest number of rows that is measured together with this one: up to 4 each alone, then by powers of two."""
+    return num_rows if num_rows <= 4 else 1 << (num_rows - 1).bit_length()
