@@ -17,9 +17,10 @@ from server.config import ModelConfig
 from server.errors import ModelError
 from server.model.attention import AttentionStep, bind_kv
 from server.model.forward import run_model
-from server.model.fusion import can_pack, merge_linears, pack_linears
+from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
+from server.model.skinny_linears import fuse_linears
 
 
 class DraftModelConfig(KVNetworkConfig):
@@ -107,7 +108,7 @@ class CausalNetwork:
         if is_packed:
             pack_linears(self._model.base_model)
         elif self._model.device.type == "cuda" and not runs_plain:
-            merge_linears(self._model.base_model)
+            fuse_linears(self._model.base_model)
         self._head = LMHead.of(self._model, loaded.config, is_packed=is_packed)
         if mapping is not None:
             kept = (mapping.to_target >= 0).nonzero()[:, 0]

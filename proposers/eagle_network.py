@@ -14,8 +14,9 @@ from proposers.eagle_checkpoint import EagleHead
 from proposers.network import Features, KVShape
 from server.errors import ModelError
 from server.model.attention import CPU_ATTENTION_NAME, AttentionStep, attention_name, bind_kv
-from server.model.fusion import can_pack, merge_linears, pack_linears
+from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
+from server.model.skinny_linears import fuse_linears
 
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
@@ -70,7 +71,7 @@ class EagleNetwork:
         if is_packed:
             pack_linears(layers)
         elif device.type == "cuda" and not target.runs_plain:
-            merge_linears(layers)
+            fuse_linears(layers)
         self.is_compilable = is_packed and config._attn_implementation == CPU_ATTENTION_NAME
         self.body = EagleBody(head, layers, _embedding(head, own.get(_EMBEDDING), target))
         self.run: RunsBody = self.body

@@ -18,6 +18,7 @@ from server.model.fusion import can_pack, merge_linears, pack_linears
 from server.model.head import LMHead
 from server.model.invariance import make_invariant
 from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
+from server.model.skinny_linears import fuse_linears
 from server.model.traced_layers import trace_layers
 from server.speculative_config import SpeculativeConfig
 from server.worker.kv_tensors import KVGeometry, allocate_kv
@@ -86,7 +87,7 @@ def load_target(config: Config) -> LoadedTarget:
     if is_packed:
         pack_linears(loaded.model.base_model)
     elif jit.is_available(device) and not config.model.enforce_eager:
-        merge_linears(loaded.model.base_model)
+        (merge_linears if config.model.batch_invariant else fuse_linears)(loaded.model.base_model)
         if config.model.compile != "none" and not config.model.batch_invariant:
             trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
     if config.model.batch_invariant:

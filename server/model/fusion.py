@@ -122,10 +122,15 @@ def pack_linears(decoder: nn.Module) -> None:
         return PackedLinear(weight, bias, arena) if is_supported else PlainLinear(weight, bias)
 
     merge_linears(decoder, make)
+    replace_linears(decoder, lambda layer: cpu_linear.supports(layer.weight.dtype, layer.in_features), make)
+
+
+def replace_linears(decoder: nn.Module, is_wanted: Callable[[nn.Linear], bool], make: MakeLinear) -> None:
+    """Put others in the place of the linear layers that are left, where they are wanted."""
     for parent in list(decoder.modules()):
         for name, layer in parent.named_children():
-            if type(layer) is nn.Linear and cpu_linear.supports(layer.weight.dtype, layer.in_features):
-                setattr(parent, name, PackedLinear(layer.weight, layer.bias, arena))
+            if type(layer) is nn.Linear and is_wanted(layer):
+                setattr(parent, name, make(layer.weight, layer.bias))
 
 
 def _can_merge(layers: Sequence[nn.Linear]) -> bool:

@@ -20,6 +20,7 @@ from server.kernels.ngram_lookup import ngram_lookup
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
+from server.kernels.skinny_linear import skinny_gated_linear, skinny_linear, tile_counts
 from server.kernels.token_mask import mask_tokens
 from server.kernels.truncate import truncate
 from tests.fakes.drafts import draft_inputs
@@ -34,6 +35,7 @@ def compile_only(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, 
         n: options.pop(n) for n in kernel.arg_names if n in options
     }
     constants = {kernel.params[i].name: values[kernel.params[i].name] for i in kernel.constexprs}
+    constants |= {name: None for name, value in values.items() if value is None}
     types = {name: "constexpr" if name in constants else mangle_type(value) for name, value in values.items()}
     compiled = triton.compile(ASTSource(kernel, types, constants), target=HOPPER, options=options)
     print(kernel.__name__, len(compiled.asm["cubin"]), flush=True)
@@ -69,6 +71,14 @@ def launch_all() -> None:
     for num_tokens in (2, 300):
         invariant_linear(weight[:1].expand(num_tokens, -1), weight, weight[0, :64])
     invariant_mean(key)
+    # Few programs run at once on the CPU: small weights are cut as large ones are on a GPU.
+    for num_tokens in (8, 16, 32, 64):
+        x, bias = weight[:1].expand(num_tokens, -1).contiguous(), weight[0, :64].contiguous()
+        for has_bias, num_in in ((True, 1024), (False, 1024), (False, 1000)):
+            part = weight[:, :num_in].contiguous()
+            skinny_linear(x[:, :num_in].contiguous(), part, bias if has_bias else None, tile_counts(part))
+    for num_tokens, num_rows in ((2, 64), (16, 64), (16, 256), (64, 256), (65, 256)):
+        skinny_gated_linear(weight[:1].expand(num_tokens, -1).contiguous(), weight.repeat(4, 1)[:num_rows])
     for method, drafter in ((Method.STANDARD, "full"), (Method.BLOCK, "reduced")):
         verify_drafts(**draft_inputs(2, 3, 5000, drafter, "cpu", torch.bfloat16), method=method)
     truncate(torch.zeros(2, 3, 9000), rows, ones, ones, rows, ones)

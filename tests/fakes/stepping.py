@@ -14,9 +14,9 @@ from proposers.ngram import NgramProposer
 from server.config import ModelConfig, SchedulerConfig
 from server.kernels.rejection import Method
 from server.kv.block_pool import BlockPool
-from server.model.fusion import merge_linears
 from server.model.head import LMHead
 from server.model.loader import load_model
+from server.model.skinny_linears import fuse_linears
 from server.model.traced_layers import trace_layers
 from server.plan import StepPlan
 from server.request import Request
@@ -53,7 +53,7 @@ class Stepping:
     ) -> None:
         """Args: k: drafts by n-gram lookup unless there is a `proposer`, or what `build` makes for the target.
         capture: batch sizes to capture. num_blocks: usable ones; None is enough for all seats.
-        is_compiled: with merged linear layers and traced decoder layers, as on CUDA.
+        is_compiled: with fused linear layers and traced decoder layers, as on CUDA.
         """
         loaded = load_model(ModelConfig(model=str(model), load_format=load_format), device, dtype)
         geometry = KVGeometry(loaded.num_layers, loaded.num_kv_heads, loaded.head_dim, block_size, dtype)
@@ -63,7 +63,7 @@ class Stepping:
             proposer = NgramProposer(k, 1, 3, takes_last=False, device=device)
         self.is_compiled = False
         if is_compiled:
-            merge_linears(loaded.model.base_model)
+            fuse_linears(loaded.model.base_model)
             self.is_compiled = trace_layers(loaded.model, loaded.num_layers, allocate_kv(geometry, 2, device))
         self.depth = depth
         self.head = LMHead.of(loaded.model, loaded.config)

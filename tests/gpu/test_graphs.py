@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from server import compose
+from server.composition import kv_cache, model_info
 from server.kernels.rejection import Method
 from server.request import Request, SamplingParams
 from server.worker.graphs import StepGraphs
@@ -160,7 +160,8 @@ def test_enforce_eager_captures_nothing(folder: Path, is_eager: bool) -> None:
     }
     with (
         patch.object(StepGraphs, "replay_first", autospec=True, side_effect=StepGraphs.replay_first) as replay,
-        patch.object(compose.logger, "info") as info,
+        patch.object(kv_cache.logger, "info") as info,
+        patch.object(model_info.logger, "info", info),
         engine_on(
             folder, "cuda", enforce_eager=is_eager, speculative_config=ngram(3), max_num_seqs=4, **measured
         ) as engine,

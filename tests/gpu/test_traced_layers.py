@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from server import compose
+from server.composition import target
 from server.model.traced_layers import trace_layers
 from server.request import Request, SamplingParams
 from tests.fakes.engine_under_test import engine_on, ngram
@@ -84,7 +84,7 @@ def test_a_server_compiles_before_it_serves(folder: Path) -> None:
     found = []
     for when in ("none", "wait", "auto"):
         with (
-            patch.object(compose, "trace_layers", side_effect=trace_layers) as trace,
+            patch.object(target, "trace_layers", side_effect=trace_layers) as trace,
             engine_on(folder, "cuda", compile=when, **settings) as engine,
         ):
             assert trace.call_count == (when != "none")

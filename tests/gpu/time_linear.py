@@ -1,6 +1,6 @@
-"""How long the batch-invariant layers take on this GPU, beside torch's own.
+"""How long our linear layers take on this GPU, for few tokens and batch-invariant, beside torch's own.
 
-`python -m tests.gpu.time_linear [--sweep]`, from the repository root; time_kernels tells what a time is.
+`python -m tests.gpu.time_linear [--few | --sweep]`, from the repository root; time_kernels tells what a time is.
 """
 
 import argparse
@@ -15,12 +15,25 @@ from torch.nn.functional import linear
 from triton.runtime.errors import OutOfResources
 
 from server.kernels import invariant_linear as linear_module
+from server.kernels import skinny_linear as skinny_module
 from server.kernels.invariant_linear import Tiling, invariant_linear
 from server.kernels.invariant_mean import invariant_mean
+from server.kernels.jit import num_multiprocessors
+from server.kernels.skinny_linear import choose_tiling, skinny_gated_linear, skinny_linear, tile_counts
 from tests.gpu.time_kernels import BYTES_PER_US, CACHE_NBYTES, DEVICE, DTYPE, FLOPS_PER_US, report, time_us
 
 LINEARS = {"qkv": (4096, 6144), "out": (4096, 4096), "gate_up": (4096, 28_672), "down": (14_336, 4096)}
 """The 8B shape's, as (in, out)."""
+SMALLER = {
+    "1B qkv": (2048, 3072),
+    "1B out": (2048, 2048),
+    "1B gate_up": (2048, 16_384),
+    "1B down": (8192, 2048),
+    "135M qkv": (576, 960),
+    "135M out": (576, 576),
+    "135M gate_up": (576, 3072),
+    "135M down": (1536, 576),
+}
 
 
 class LinearBench:
@@ -50,6 +63,23 @@ def time_linear() -> None:
         report(f"invariant mean {num_tokens} x 4096", time, sets[0].nbytes, torch=torch_us)
 
 
+def time_few_tokens() -> None:
+    """The layers of a decoding step beside cuBLAS: what gates, beside it and a kernel of ours behind it."""
+    for (name, (num_in, num_out)), num_tokens in itertools.product((LINEARS | SMALLER).items(), (1, 8, 16, 32, 64)):
+        bench, is_gated = LinearBench(num_in, num_out, num_tokens), name.endswith("gate_up")
+        if choose_tiling(num_tokens, num_in, num_out, num_multiprocessors(bench.x.device), is_gated=is_gated) is None:
+            continue
+        counts = tile_counts(bench.weights[0])
+
+        def multiply(x: Tensor, weight: Tensor, counts: Tensor = counts, *, is_gated: bool = is_gated) -> Tensor:
+            return skinny_gated_linear(x, weight) if is_gated else skinny_linear(x, weight, None, counts)
+
+        time = bench.us(multiply)
+        with patch.object(skinny_module, "choose_tiling", lambda *_, **__: None):
+            cublas = bench.us(multiply)
+        report(f"{name} x {num_tokens}", time, bench.nbytes, bench.flops, cublas=cublas)
+
+
 SMALL = [(64, 128, 4, 4), (64, 256, 4, 3), (64, 64, 4, 6), (64, 128, 8, 4), (128, 128, 4, 4)]
 LARGE = [(128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)]
 
@@ -75,10 +105,13 @@ def sweep_linear() -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--few", action="store_true", help="time the layers of few tokens instead")
     parser.add_argument("--sweep", action="store_true", help="time tilings instead")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    if arguments.sweep:
+    if arguments.few:
+        time_few_tokens()
+    elif arguments.sweep:
         sweep_linear()
     else:
         time_linear()

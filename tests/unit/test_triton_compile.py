@@ -31,6 +31,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         "_linear_kernel",
         "_mask_kernel",
         "_add_spans_kernel",
+        "_skinny_kernel",
+        "_gate_kernel",
         "_mean_kernel",
         "_part_softmax_kernel",
         "_accept_kernel",
