@@ -68,6 +68,8 @@ class GuidedRows:
             host_drafts: by slot, what is about to go behind its known tokens from the host.
         Returns: None where nobody is guided.
         """
+        if not self._rows:
+            return None
         found = [(i, row, self._rows[row.slot]) for i, row in enumerate(rows) if row.slot in self._rows]
         if not found:
             return None
@@ -94,6 +96,8 @@ class GuidedRows:
         Args: rows: those of the plan, in the results' order. drafts: by slot, what lies behind the known tokens on the
             device, of which the first `num_next_drafts` are drafts.
         """
+        if not self._rows:
+            return
         for row, result in zip(rows, results, strict=True):
             own = self._rows.get(row.slot)
             if own is not None and result.token_ids:
