@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from server.commands.bench_disaggregated_load import CONNECTORS, PARTS, QUICK_TURNS, TURNS
+from server.commands.bench_disaggregated_load import CONNECTORS, MAX_BLOCKS, PARTS, QUICK_TURNS, TURNS
 from server.commands.bench_output import add_output
 from server.commands.bench_settings import add_settings
 from server.commands.flag_types import at_least, list_of, one_of, per_second, seconds
@@ -23,10 +23,10 @@ _ARGUMENTS: tuple[tuple[str, Callable[[str], object], str, str, str], ...] = (
     ("--stream-rate", per_second, "1", "PER_S", "short requests per second, whose tokens' gaps are measured"),
     ("--stream-input-len", at_least(1), "32", "TOKENS", "of each"),
     ("--stream-output-len", at_least(3), "128", "TOKENS", "generated for each"),
-    ("--duration", seconds, "30", "SECONDS", "in which requests are sent, for each rate, set-up and turn"),
+    ("--duration", seconds, "40", "SECONDS", "in which requests are sent, for each rate, set-up and turn"),
     ("--hop-connector", one_of(CONNECTORS[:-1]), "tcp", "CONNECTOR", "between the two nodes of the frontier"),
     ("--block-kib", list_of(at_least(1), "KIB"), "64,1024", "KIB[,KIB...]", "sizes of blocks in transfers"),
-    ("--mib", at_least(1), "256", "MIB", "moved in each pass of a transfer"),
+    ("--mib", at_least(1), "256", "MIB", f"moved in each pass of a transfer, in at most {MAX_BLOCKS} blocks"),
     ("--start-timeout", seconds, "600", "SECONDS", "that a server may take to start"),
     ("--seed", at_least(0), "0", "SEED", "of prompts and times"),
 )
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"measured turns of each part (default: {_listed(TURNS)}, with --quick {_listed(QUICK_TURNS)})",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="less of everything, for a first look: a few minutes in place of fifteen"
+        "--quick", action="store_true", help="less of everything, for a first look: a few minutes in place of twelve"
     )
     parser.add_argument(
         "--connectors",

@@ -149,12 +149,9 @@ async def _running(
             load.check_lengths(node.info.max_model_len)
             yield _Nodes(await stack.enter_async_context(AsyncClient(node.target, retry=NO_RETRY)), node.info)
             return
-        prefill, decode = [
-            await stack.enter_async_context(
-                starter.running(role, own, role=role, kv_transfer_config=setup.choice, **memory)
-            )
-            for role, own in (("prefill", cores.prefill), ("decode", cores.decode))
-        ]
+        prefill, decode = await stack.enter_async_context(
+            starter.pair(cores.prefill, cores.decode, kv_transfer_config=setup.choice, **memory)
+        )
         load.check_lengths(decode.info.max_model_len)
         client = DisaggregatedClient(
             prefill=[prefill.target],

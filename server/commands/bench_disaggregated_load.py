@@ -13,10 +13,12 @@ from server.errors import ConfigError
 
 PARTS = ("frontier", "ttft", "transfer")
 CONNECTORS = ("filesystem", "tcp", "lmcache", "nixl", "memory")
-TURNS: Mapping[str, int] = {"frontier": 2, "ttft": 3, "transfer": 9}
+TURNS: Mapping[str, int] = {"frontier": 1, "ttft": 3, "transfer": 9}
 """How many of each part count, if nothing else is asked for."""
 QUICK_TURNS: Mapping[str, int] = {"frontier": 1, "ttft": 1, "transfer": 6}
 """The same of a quick run."""
+MAX_BLOCKS = 512
+"""In a pass of a transfer: what small blocks cost shows in few of them, and a store may take milliseconds for each."""
 PEERS = ("tcp", "nixl")
 """Those that read KV from the node that has it, and keep none themselves."""
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,23 @@ class Starter:
         """What blocks the servers have, by what one makes of so much memory. Raises: see `running`."""
         async with self.running("probe", cores, kv_cache_memory_bytes=_PROBE_NBYTES) as node:
             return BlockShape(_PROBE_NBYTES // node.info.num_kv_blocks, node.info.block_size)
+
+    @asynccontextmanager
+    async def pair(
+        self, prefill: Sequence[int], decode: Sequence[int], **settings: object
+    ) -> AsyncIterator[tuple[ServerNode, ServerNode]]:
+        """A prefill and a decode node, which start at the same time. Args: the cores of each. Raises: see `running`."""
+        async with AsyncExitStack() as stack:
+            one, other = await asyncio.gather(
+                stack.enter_async_context(self.running("prefill", prefill, role="prefill", **settings)),
+                stack.enter_async_context(self.running("decode", decode, role="decode", **settings)),
+                return_exceptions=True,
+            )
+            if isinstance(one, BaseException):
+                raise one
+            if isinstance(other, BaseException):
+                raise other
+            yield one, other
 
     @asynccontextmanager
     async def running(self, name: str, cores: Sequence[int], **settings: object) -> AsyncIterator[ServerNode]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_cores import Cores
-from server.commands.bench_disaggregated_load import PEERS, Load
+from server.commands.bench_disaggregated_load import MAX_BLOCKS, PEERS, Load
 from server.commands.bench_disaggregated_process import LoggedProcess
 from server.commands.own_module import module_command
 from server.errors import OutriderError
@@ -151,7 +151,7 @@ def measure_transfer(load: Load, cores: Cores, setup: Setup, block_kib: int, fol
     Raises: OutriderError if blocks are not moved.
     """
     block_nbytes = block_kib << 10
-    num_blocks = max(1, (load.mib << 20) // block_nbytes)
+    num_blocks = min(MAX_BLOCKS, max(1, (load.mib << 20) // block_nbytes))
     choice = setup.choice
     if setup.name == "memory":
         choice = {**choice, "kv_connector_extra_config": {"max_bytes": 2 * num_blocks * block_nbytes}}

@@ -76,8 +76,7 @@ async def _measure_hop(
     starter: Starter, load: Load, cores: Cores, settings: Mapping[str, Any]
 ) -> AsyncGenerator[Timed]:
     async with (
-        starter.running("prefill", cores.prefill, role="prefill", **settings) as one,
-        starter.running("decode", cores.decode, role="decode", **settings) as other,
+        starter.pair(cores.prefill, cores.decode, **settings) as (one, other),
         AsyncClient(other.target, retry=NO_RETRY) as client,
         _node(one) as prefill,
         _node(other) as decode,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from server.cli import EXIT_INTERRUPTED, main
 from server.commands import bench_disaggregated
 from server.commands.bench_disaggregated_frontier import SHARED, Turn
 from server.commands.bench_disaggregated_load import LONG, STREAM
+from server.commands.bench_disaggregated_node import Starter
 from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
+from server.errors import OutriderError
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "16", "--compile", "none")
@@ -148,6 +151,20 @@ def test_a_server_that_does_not_start_is_named_with_its_last_words(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("outrider: probe ended with exit code 1: ")
     assert str(tmp_path / "nothing") in error
+
+
+@pytest.mark.full
+@needs_two_cores
+async def test_of_a_pair_of_servers_neither_stays_if_one_does_not_start(model: str, tmp_path: Path) -> None:
+    """Only the prefill node needs the port, which is taken."""
+    one, other, *_ = sorted(os.sched_getaffinity(0))
+    settings = {"model": model, "device": "cpu", "compile": "none", "kv_cache_memory_bytes": "4MiB"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        choice = {"kv_connector": "tcp", "kv_connector_extra_config": {"port": taken.getsockname()[1]}}
+        with pytest.raises(OutriderError, match="prefill ended with exit code"):
+            async with Starter(settings, tmp_path, 60.0).pair([one], [other], kv_transfer_config=choice):
+                pytest.fail("a pair without a prefill node")
+    assert (tmp_path / "decode.log").read_text().rstrip().endswith("stopped")
 
 
 @pytest.mark.parametrize(
