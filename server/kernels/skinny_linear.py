@@ -90,6 +90,7 @@ def _skinny_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
     out_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     count_ptr: tl.tensor,
@@ -98,6 +99,7 @@ def _skinny_kernel(
     num_out: int,
     span: int,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
@@ -120,6 +122,9 @@ def _skinny_kernel(
     is_output = o < num_out
     weight_ptr += row.to(tl.int64) * num_in + begin
     x_ptr += t * num_in + begin
+    if HAS_RESIDUAL:  # early, as nothing would be left to wait for meanwhile at the end
+        is_place = is_output[:, None] & is_token[None, :]
+        residual = tl.load(residual_ptr + t[None, :] * num_out + o[:, None], mask=is_place, other=0.0)
     if NUM_GROUPS > 1:  # a product for each group, which its warps take as a whole
         group = tl.arange(0, NUM_GROUPS)[:, None, None]
         place = group * BLOCK_K + k[None, None, :]
@@ -168,6 +173,8 @@ def _skinny_kernel(
         else:
             if HAS_BIAS:
                 total += tl.load(bias_ptr + o, mask=is_output, other=0.0).to(tl.float32)[:, None]
+            if HAS_RESIDUAL:
+                total += residual.to(tl.float32)
             value = total.to(out_ptr.dtype.element_ty)
             tl.store(token_ptr + o[:, None], value, mask=is_output[:, None] & is_token[None, :])
 
@@ -201,18 +208,21 @@ def tile_counts(weight: Tensor) -> Tensor:
     return torch.zeros(ceil_div(weight.shape[0], SPLIT_O), dtype=torch.int32, device=weight.device)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-    """x @ weight.T + bias, by a library where there are many tokens.
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T + bias + residual, by a library where there are many tokens.
 
     Args:
         x: [..., in] bfloat16 or float16. weight: [out, in], contiguous, and bias: [out], of its type.
         counts: see tile_counts; all zero before and after, and in between not to be used on two streams.
+        residual: [..., out], of x's type.
 
     Returns: [..., out], of x's type. Sums are float32. Equal numbers of tokens give equal bits.
     Source: the idea of split sums whose last program adds up is Osama et al., "Stream-K", 2023, arXiv:2301.03598;
         tiles and warps are our own measurements. Twin: torch.nn.functional.linear.
     """
-    out: Tensor = torch.ops.outrider.skinny_linear.default(x, weight, bias, counts)
+    out: Tensor = torch.ops.outrider.skinny_linear.default(x, weight, bias, counts, residual)
     return out
 
 
@@ -230,19 +240,23 @@ def skinny_gated_linear(x: Tensor, weight: Tensor) -> Tensor:
 _DEVICES = ("cuda", "cpu")
 """On the CPU the interpreter runs the kernels."""
 # Not torch.library.custom_op, which costs another 14 microseconds a call in steps that are not replayed.
-torch.library.define("outrider::skinny_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor counts) -> Tensor")
+torch.library.define(
+    "outrider::skinny_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor counts, Tensor? residual=None) -> Tensor",
+)
 torch.library.define("outrider::skinny_gated_linear", "(Tensor x, Tensor weight) -> Tensor")
 
 
 @torch.library.impl("outrider::skinny_linear", _DEVICES)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, residual: Tensor | None = None) -> Tensor:
     num_rows, num_in = weight.shape
     tokens = x.reshape(-1, num_in).contiguous()
     tiling = _tiling(tokens, weight, is_gated=False)
     if tiling is None:
-        return functional.linear(x, weight, bias)
+        product = functional.linear(x, weight, bias)
+        return product if residual is None else product.add_(residual)
     out = x.new_empty(*x.shape[:-1], num_rows)
-    _launch(tiling, tokens, weight, bias, counts, out)
+    _launch(tiling, tokens, weight, bias, counts, out, residual)
     return out
 
 
@@ -269,7 +283,13 @@ def _tiling(tokens: Tensor, weight: Tensor, *, is_gated: bool) -> Tiling | None:
 
 
 def _launch(
-    tiling: Tiling, tokens: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor | None, out: Tensor
+    tiling: Tiling,
+    tokens: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    counts: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None = None,
 ) -> None:
     """Args: counts: None for a layer that gates, which is not split."""
     num_rows, num_in = weight.shape
@@ -283,6 +303,7 @@ def _launch(
         tokens,
         weight,
         bias,
+        None if residual is None else residual.contiguous(),
         out,
         partial,
         counts,
@@ -291,6 +312,7 @@ def _launch(
         out.shape[-1],
         span,
         HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
         IS_GATED=counts is None,
         IS_EVEN=num_rows % tiling.block_o == 0 and span % (tiling.num_groups * tiling.block_k) == 0,
         NUM_GROUPS=tiling.num_groups,
@@ -303,7 +325,9 @@ def _launch(
     )
 
 
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
+def _linear_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor, residual: Tensor | None = None
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 

@@ -18,9 +18,12 @@ from transformers import PreTrainedModel
 from server.model.attention import OPERATOR_ATTENTION_NAME, bind_kv
 from server.model.decoder_layers import find_decoder_layers
 from server.model.layer_check import check_layers
+from server.model.residual_pass import ResidualPass
 
 logger = logging.getLogger(__name__)
 
+OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ResidualPass()}
+"""For the compiler."""
 MAX_VERSIONS = 6
 """Of a layer's code, two for each kind. torch gives up at 8, with an error that must not meet a step."""
 
@@ -40,7 +43,7 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
     try:
         layers = find_decoder_layers(model, num_layers)
         traced: list[Callable[..., Tensor]] = [
-            torch.compile(layer.forward, fullgraph=True, dynamic=True) for layer in layers
+            torch.compile(layer.forward, fullgraph=True, dynamic=True, options=OPTIONS) for layer in layers
         ]
 
         def run(index: int, hidden: Tensor, /, **arguments: Any) -> Tensor:

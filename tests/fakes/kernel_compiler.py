@@ -76,7 +76,8 @@ def launch_all() -> None:
         x, bias = weight[:1].expand(num_tokens, -1).contiguous(), weight[0, :64].contiguous()
         for has_bias, num_in in ((True, 1024), (False, 1024), (False, 1000)):
             part = weight[:, :num_in].contiguous()
-            skinny_linear(x[:, :num_in].contiguous(), part, bias if has_bias else None, tile_counts(part))
+            residual = None if has_bias else x[:, :64]
+            skinny_linear(x[:, :num_in].contiguous(), part, bias if has_bias else None, tile_counts(part), residual)
     for num_tokens, num_rows in ((2, 64), (16, 64), (16, 256), (64, 256), (65, 256)):
         skinny_gated_linear(weight[:1].expand(num_tokens, -1).contiguous(), weight.repeat(4, 1)[:num_rows])
     for method, drafter in ((Method.STANDARD, "full"), (Method.BLOCK, "reduced")):

@@ -41,10 +41,13 @@ GATED = [(4096, 28_672), (2048, 16_384), (576, 3072), (1000, 998)]
 def test_linear(num_in: int, num_rows: int, dtype: torch.dtype) -> None:
     x, weight = made(num_in, num_rows, dtype)
     counts = tile_counts(weight)
-    for bias in (None, weight[:, 0].contiguous()):
+    residual = torch.randn(x.shape[0], num_rows, device=DEVICE).to(dtype)
+    for bias, added in ((None, None), (weight[:, 0].contiguous(), None), (None, residual)):
         expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        if added is not None:
+            expected += added.double()
         for count in TOKENS:
-            found = skinny_linear(x[:count], weight, bias, counts)
+            found = skinny_linear(x[:count], weight, bias, counts, None if added is None else added[:count])
             assert found.dtype == dtype
             assert relative_error(found, expected[:count]) < MAX_ERROR[dtype], f"{count} tokens"
     assert not counts.any()

@@ -47,6 +47,8 @@ def test_linear_equals_torch_s(kernel_device: str, num_in: int, num_rows: int, n
         expected = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
         check(skinny_linear(x, weight, bias, counts), expected)
         assert not counts.any()
+    residual = functional.linear(x, weight).flip(-1)
+    check(skinny_linear(x, weight, bias, counts, residual), expected + residual.double())
 
 
 @TOKENS
