@@ -9,8 +9,8 @@ from connectors.save_failure import SaveFailure
 class BlockStore(Protocol):
     """Blocks by namespace and hash; used from several threads at a time, each of which may wait for it.
 
-    A namespace says what the bytes of a block mean: `connectors.content.namespace`. All blocks of one have the same
-    size. What fails for a reason of the outside world is a miss, or is not kept, with a line in the log: no method
+    A namespace says what the bytes of a block mean: `connectors.content.groups.namespace`. All blocks of one have the
+    same size. What fails for a reason of the outside world is a miss, or is not kept, with a line in the log: no method
     raises for it.
     """
 

@@ -24,6 +24,6 @@ class StoreConfig(ConnectorConfig):
 
     def build(self, context: "ConnectorContext") -> "Connector":
         """A connector on the store."""
-        from connectors.content import content_connector  # torch comes with it; settings are read without
+        from connectors.content.connector import content_connector  # torch comes with it; settings are read without
 
         return content_connector(self.open_store(), context, layerwise=self.layerwise)

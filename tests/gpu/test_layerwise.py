@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from connectors.base import BlockSave
-from connectors.content import ContentWorker
+from connectors.content.saves import Saves
+from connectors.content.worker import ContentWorker
 from server.request import SamplingParams
 from tests.fakes.engine_under_test import engine_on
 from tests.fakes.kv_engines import BLOCK_SIZE, files, tokens
@@ -34,18 +35,18 @@ def test_files_are_the_same_and_replayed_steps_are_not_interrupted(
 ) -> None:
     layers: list[int] = []
     copies: list[bool] = []
-    save_layer, keep = ContentWorker.save_kv_layer, ContentWorker._keep
+    save_layer, keep = ContentWorker.save_kv_layer, Saves._keep
 
     def recorded_layer(worker: ContentWorker, layer: int) -> None:
         layers.append(layer)
         save_layer(worker, layer)
 
-    def recorded_block(worker: ContentWorker, save: BlockSave, target: memoryview | None) -> Any:
+    def recorded_block(saves: Saves, save: BlockSave, target: memoryview | None) -> Any:
         copies.append(target is not None)
-        return keep(worker, save, target)
+        return keep(saves, save, target)
 
     monkeypatch.setattr(ContentWorker, "save_kv_layer", recorded_layer)
-    monkeypatch.setattr(ContentWorker, "_keep", recorded_block)
+    monkeypatch.setattr(Saves, "_keep", recorded_block)
     found = {}
     for layerwise in (False, True):
         choice = files(tmp_path / str(layerwise))

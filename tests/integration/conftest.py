@@ -15,7 +15,7 @@ from tests.fakes.tokenizers import tiny_tokenizer
 @pytest.fixture(autouse=True)
 def _patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy is no store that hangs; tests of such stores have a time of their own."""
-    monkeypatch.setattr("connectors.content.STORE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("connectors.content.patience.STORE_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import connectors.content
-from connectors.content import ContentScheduler
+import connectors.content.patience
+from connectors.content.scheduler import ContentScheduler
 from connectors.filesystem import FilesystemStore
 from server.errors import DeadlineExceeded, OutriderError, RequestFailed
 from server.plan import StepPlan
@@ -132,7 +132,7 @@ def test_by_policy_what_is_not_to_be_had_is_computed(model: Path, tmp_path: Path
 
 
 def test_a_store_that_hangs_holds_up_nobody_for_long(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connectors.content.patience, "STORE_TIMEOUT_S", 0.05)
     prompts = family(4)
     with engine_on(model, "cpu", kv_transfer_config=GATED) as engine:
         [store] = STORES
@@ -150,7 +150,7 @@ def test_a_load_that_hangs_is_given_up(model: Path, monkeypatch: pytest.MonkeyPa
     with engine_on(model, "cpu", kv_transfer_config=GATED, kv_cache_memory_bytes=50 * BLOCK_NBYTES) as engine:
         store = _fill_and_forget(engine, prompts)
         monkeypatch.setattr(ContentScheduler, "load_timeout_s", 2.0)
-        monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 1.0)
+        monkeypatch.setattr(connectors.content.patience, "STORE_TIMEOUT_S", 1.0)
         store.loading.clear()
         outcomes = engine.generate(prompts, GREEDY)
         assert tokens(outcomes) == alone(model, prompts)
@@ -207,7 +207,7 @@ async def _race(engine: EngineUnderTest, prompts: Sequence[list[int]], deadline_
 
 def test_stopping_does_not_wait_for_a_store_that_hangs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.compose.CONNECTOR_SHUTDOWN_S", 0.05)
-    monkeypatch.setattr(connectors.content, "STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connectors.content.patience, "STORE_TIMEOUT_S", 0.05)
     with engine_on(model, "cpu", kv_transfer_config=GATED) as engine:
         [store] = STORES
         store.finding.clear()

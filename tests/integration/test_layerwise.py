@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from connectors.base import BlockSave
-from connectors.content import ContentWorker
+from connectors.content.saves import Saves
+from connectors.content.worker import ContentWorker
 from connectors.layer_stages import LayerStages
 from connectors.memory import MemoryConfig, MemoryStore
 from server.request import SamplingParams
@@ -60,13 +61,13 @@ def content(folder: Path) -> dict[str, bytes]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each block that is saved, whether the target's bytes are those that were copied while it was computed."""
     found: list[bool] = []
-    keep = ContentWorker._keep
+    keep = Saves._keep
 
-    def recorded(worker: ContentWorker, save: BlockSave, target: memoryview | None) -> Any:
+    def recorded(saves: Saves, save: BlockSave, target: memoryview | None) -> Any:
         found.append(target is not None)
-        return keep(worker, save, target)
+        return keep(saves, save, target)
 
-    monkeypatch.setattr(ContentWorker, "_keep", recorded)
+    monkeypatch.setattr(Saves, "_keep", recorded)
     return found
 
 

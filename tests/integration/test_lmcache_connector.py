@@ -198,7 +198,7 @@ def test_a_server_that_hangs_delays_nobody_else(
     folder: Path, lmcache_server: LMCacheProcess, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that waits for it goes on without; one that has nothing to ask is not held up meanwhile."""
-    monkeypatch.setattr("connectors.content.STORE_TIMEOUT_S", 4.0)
+    monkeypatch.setattr("connectors.content.patience.STORE_TIMEOUT_S", 4.0)
     with engine(folder, lmcache_server) as node, ThreadPoolExecutor(1) as pool:
         node.generate(PROMPTS[-1:], SAMPLING[0])
         lmcache_server.stop()

@@ -12,15 +12,11 @@ import pytest
 import torch
 
 from connectors.base import BlockLoad, BlockSave, ConnectorContext, Finished, KVCaches, KVGroup, KVRequest
-from connectors.content import (
-    NUM_THREADS,
-    PAUSE_S,
-    STORE_TIMEOUT_S,
-    ContentScheduler,
-    ContentWorker,
-    content_connector,
-    namespace,
-)
+from connectors.content.connector import content_connector
+from connectors.content.groups import namespace
+from connectors.content.patience import PAUSE_S, STORE_TIMEOUT_S
+from connectors.content.scheduler import ContentScheduler
+from connectors.content.worker import NUM_THREADS, ContentWorker
 from connectors.save_failure import SaveFailure
 from server.kv_handle import KVHandle
 from tests.fakes.core import Clock
@@ -68,7 +64,7 @@ class Node:
         for group in self.groups if drafts else self.groups[:1]:
             for number in numbers:
                 data = torch.full_like(group.blocks[0], number).numpy().tobytes()
-                self.store.blocks[namespace(group, BLOCK_SIZE), HASHES[number]] = data
+                self.store.blocks[namespace(group.name, group.fingerprint, BLOCK_SIZE), HASHES[number]] = data
 
     def ask(self, request: KVRequest, num_computed_blocks: int = 0) -> int | None:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_blocks * BLOCK_SIZE)
