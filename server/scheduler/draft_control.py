@@ -31,6 +31,7 @@ class DraftControl:
         self._policy = policy
         self.is_on = True
         self._allowance = NO_DRAFTS
+        self._is_launched = True
         self._num_rows = 0
         self._num_asked = 0
         self._num_proposed = 0
@@ -45,12 +46,20 @@ class DraftControl:
     def use(self, policy: DraftPolicy) -> None:
         """Decide by another policy from the next step on; steps under way settle with the one they were launched by."""
         self._policy = policy
+        self._is_launched = True
 
     def begin(self, num_rows: int) -> None:
-        """A step is planned for about so many running sequences."""
+        """A step is planned for about so many running sequences.
+
+        A plan that comes to nothing, as all rows wait for a step to settle, leaves what the policy allowed to the next.
+        """
         self._num_rows = max(1, num_rows)
         self._num_asked = 0
-        self._allowance = self._policy.allow(self._num_rows) if self.is_on else NO_DRAFTS
+        if not self.is_on:
+            self._allowance = NO_DRAFTS
+        elif self._is_launched:
+            self._allowance = self._policy.allow(self._num_rows)
+        self._is_launched = not self.is_on
 
     def allow(self, sequence: Sequence) -> int:
         """Most drafts of the next of these sequences: what the policy allows, of what was to be proposed for it."""
@@ -67,6 +76,7 @@ class DraftControl:
         Returns: how many drafts of a row are to be proposed for the one after it.
         """
         self._steps.append(_Step(now_s, self._policy, self._allowance, num_rows, is_decoding, is_speculating))
+        self._is_launched = True
         self._num_proposed = self._allowance.next_drafts
         return self._num_proposed
 

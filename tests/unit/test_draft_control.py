@@ -88,6 +88,25 @@ def test_work_for_other_steps_counts_where_a_probe_causes_it(
     assert policy.durations_s == durations_s
 
 
+def test_a_policy_is_asked_once_for_each_step(sequence: Sequence) -> None:
+    """Where drafts come from the host, every other plan has no rows: all wait for the step before."""
+
+    class Alternating(FixedPolicy):
+        def allow(self, num_rows: int) -> Allowance:
+            self.num_asked = getattr(self, "num_asked", 0) + 1
+            return Allowance(5, 5 * (self.num_asked % 2))
+
+    control = DraftControl(Alternating(5))
+    allowed = []
+    for now_s in range(4):
+        control.begin(1)
+        allowed.append(launch(control, sequence, float(now_s)))
+    assert allowed == [(0, 5), (5, 0), (0, 5), (5, 0)]
+    control.begin(1)
+    control.use(FixedPolicy(3))
+    assert launch(control, sequence, 4.0) == (0, 3)
+
+
 def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequence: Sequence) -> None:
     control = DraftControl(FixedPolicy(5))
     launch(control, sequence, 0.0)
