@@ -103,7 +103,7 @@ def can_pack(device: torch.device) -> bool:
 @torch.no_grad()
 def merge_linears(decoder: nn.Module, make: MakeLinear = PlainLinear) -> None:
     """Merge what shares an input into one product; the plain weights are freed."""
-    for parent in list(decoder.modules()):
+    for parent in _parents(decoder):
         for names in PARTS:
             layers = [layer for name in names if type(layer := getattr(parent, name, None)) is nn.Linear]
             if len(layers) == len(names) and _can_merge(layers):
@@ -127,10 +127,15 @@ def pack_linears(decoder: nn.Module) -> None:
 
 def replace_linears(decoder: nn.Module, is_wanted: Callable[[nn.Linear], bool], make: MakeLinear) -> None:
     """Put others in the place of the linear layers that are left, where they are wanted."""
-    for parent in list(decoder.modules()):
+    for parent in _parents(decoder):
         for name, layer in parent.named_children():
             if type(layer) is nn.Linear and is_wanted(layer):
                 setattr(parent, name, make(layer.weight, layer.bias))
+
+
+def _parents(decoder: nn.Module) -> list[nn.Module]:
+    """All modules but linear layers: holding none of those, it lets each go as soon as another is in its place."""
+    return [module for module in decoder.modules() if type(module) is not nn.Linear]
 
 
 def _can_merge(layers: Sequence[nn.Linear]) -> bool:

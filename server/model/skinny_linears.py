@@ -55,11 +55,16 @@ def fuse_linears(decoder: nn.Module) -> None:
 
     For decoders on CUDA. The plain weights are freed.
     """
-    for parent in list(decoder.modules()):
-        for name, module in parent.named_children():
-            fused = _fused_mlp(module)
-            if fused is not None:
-                setattr(parent, name, fused)
+    places = [  # not the modules there, each of which is to go as soon as another is in its place
+        (parent, name)
+        for parent in decoder.modules()
+        for name, module in parent.named_children()
+        if _gated_layers(module) is not None
+    ]
+    for parent, name in places:
+        fused = _fused(parent.get_submodule(name))
+        if fused is not None:
+            setattr(parent, name, fused)
     merge_linears(decoder, _make)
     replace_linears(decoder, lambda layer: can_multiply(layer.weight), _make)
 
@@ -68,17 +73,22 @@ def _make(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return SkinnyLinear(weight, bias) if can_multiply(weight) else PlainLinear(weight, bias)
 
 
-def _fused_mlp(module: nn.Module) -> nn.Module | None:
-    """The same as a GatedMLP, if that is what it computes: names say what it may be, a few tokens whether it is."""
+def _gated_layers(module: nn.Module) -> list[nn.Linear] | None:
+    """gate, up and down, if the names of a module's children say that it may be what a GatedMLP is."""
     names = "gate_proj", "up_proj", "down_proj"
     layers = [layer for name in names if type(layer := getattr(module, name, None)) is nn.Linear]
-    if len(layers) != len(names):
+    if len(layers) != len(names) or not isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation)):
         return None
-    gate, up, down = layers
-    is_silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
+    gate, up, _ = layers
     has_bias = gate.bias is not None or up.bias is not None
-    if not is_silu or has_bias or gate.weight.shape != up.weight.shape or not can_multiply(gate.weight):
-        return None
+    return layers if not has_bias and gate.weight.shape == up.weight.shape and can_multiply(gate.weight) else None
+
+
+def _fused(module: nn.Module) -> nn.Module | None:
+    """The same as a GatedMLP; None if a few tokens show that it computes something else."""
+    layers = _gated_layers(module)
+    assert layers is not None
+    gate, up, down = layers
     probes = torch.randn(1, NUM_PROBES, gate.in_features, generator=torch.Generator().manual_seed(0)).to(gate.weight)
     try:
         expected = module(probes)

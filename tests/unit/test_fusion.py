@@ -1,5 +1,6 @@
 """Packed and merged layers give what the plain ones give, to bfloat16's precision."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,20 @@ def test_merging_keeps_each_tensor_once() -> None:
     merge_linears(decoder)
     tensors = dict([*decoder.named_parameters(), *decoder.named_buffers()])
     assert sum(tensor.numel() for tensor in tensors.values()) == num_before
+
+
+def test_plain_weights_go_one_by_one() -> None:
+    """Else a model would need twice its memory while it is loaded."""
+    decoder = nn.Sequential(_Attention(has_bias=False), _Attention(has_bias=False)).requires_grad_(False)
+    plain = [weakref.ref(layer.q_proj.weight) for layer in decoder.children() if isinstance(layer, _Attention)]
+    alive = []
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+        alive.append([reference() is not None for reference in plain])
+        return PlainLinear(weight, bias)
+
+    merge_linears(decoder, make)
+    assert alive == [[True, True], [False, True]]
 
 
 def test_merged_layers_see_a_new_input() -> None:

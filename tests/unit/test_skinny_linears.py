@@ -1,5 +1,6 @@
 """Which modules are replaced by our kernels for few tokens, and that these compute the same."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest.mock import patch
@@ -105,3 +106,18 @@ def test_elsewhere_linears_are_merged_only() -> None:
     assert PlainLinear in kinds
     assert not kinds & {SkinnyLinear, GatedMLP}
     torch.testing.assert_close(decoder(inputs), expected)
+
+
+@pytest.mark.usefixtures("_on_any_gpu")
+def test_plain_weights_go_one_by_one(kernel_device: str) -> None:
+    decoder = nn.Sequential(_Layer(_MLP()), _Layer(_MLP())).to(kernel_device, DTYPE).requires_grad_(False)
+    plain = [weakref.ref(module.gate_proj.weight) for module in decoder.modules() if isinstance(module, _MLP)]
+    alive = []
+
+    def fused(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> GatedMLP:
+        alive.append([reference() is not None for reference in plain])
+        return GatedMLP(gate, up, down)
+
+    with patch.object(skinny_linears, "GatedMLP", fused):
+        fuse_linears(decoder)
+    assert alive == [[True, True], [False, True]]
