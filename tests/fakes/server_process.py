@@ -72,13 +72,14 @@ class ServerProcess:
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send it a signal; one that ends it has ended it then, which takes a while where it has a GPU."""
         self._process.send_signal(number)
+        if number == signal.SIGKILL:
+            self._process.wait()
 
     def kill(self) -> None:
         """End it without a chance to say so."""
-        self._process.kill()
-        self._process.wait()
+        self.signal(signal.SIGKILL)
 
     def revive(self) -> None:
         """Have it serve again, whatever was done to it."""

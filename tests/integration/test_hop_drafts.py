@@ -77,7 +77,7 @@ async def test_whatever_drafts_on_either_side(servers: Servers, theirs: str, our
             asked = [{**options, **sampling, "token_ids": prompt, "cache_salt": salt} for prompt in PROMPTS]
             outputs = [await hop.client.generate(**request) for request in asked]
             counts = await hop.counts() - before
-            assert (counts.loaded, counts.failed_loads) == (sum(map(full_tokens, LENGTHS)), 0)
+            assert (counts.loaded, counts.failed_loads) == (sum(map(full_tokens, LENGTHS)), 0), second.log
             whole = [{**request, "cache_salt": f"{salt} alone"} for request in asked]
             expected = [await alone.generate(**request) for request in whole]
             assert list(map(ids, outputs)) == list(map(ids, expected))
