@@ -7,6 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+WHOLE = slice(None)
+
 
 class HostBlocks:
     """Buffers for reading and writing the blocks of a group; used from several threads at a time."""
@@ -30,24 +32,28 @@ class HostBlocks:
             self._written.record(torch.cuda.current_stream(self._stream.device))
 
     @contextmanager
-    def reading(self, block_id: int) -> Iterator[memoryview]:
-        """The bytes of a block that nobody writes to meanwhile."""
+    def reading(self, block_id: int, part: slice = WHOLE) -> Iterator[memoryview]:
+        """The bytes of a block, or of a part of it, that nobody writes to meanwhile."""
+        block = self._blocks[block_id, part]
         if self._is_host:
-            yield self._blocks[block_id].numpy().data
+            yield block.numpy().data
             return
         with self._stage() as stage:
-            self._copy(self._blocks[block_id], stage)
-            yield stage.numpy().data
+            copy = stage[: len(block)]
+            self._copy(block, copy)
+            yield copy.numpy().data
 
     @contextmanager
-    def writing(self, block_id: int) -> Iterator[memoryview]:
-        """A buffer that is in the block once the context was left."""
+    def writing(self, block_id: int, part: slice = WHOLE) -> Iterator[memoryview]:
+        """A buffer that is in the block, or in a part of it, once the context was left."""
+        block = self._blocks[block_id, part]
         if self._is_host:
-            yield self._blocks[block_id].numpy().data
+            yield block.numpy().data
             return
         with self._stage() as stage:
-            yield stage.numpy().data
-            self._copy(stage, self._blocks[block_id])
+            copy = stage[: len(block)]
+            yield copy.numpy().data
+            self._copy(copy, block)
 
     @contextmanager
     def _stage(self) -> Iterator[Tensor]:

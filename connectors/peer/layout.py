@@ -70,10 +70,10 @@ def _geometry(group: GroupLayout) -> list[int]:
 def shared_groups(ours: NodeLayout, theirs: NodeLayout) -> Sequence[tuple[int, int]]:
     """Places of the groups, here and there, that can be exchanged between nodes without a `mismatch`.
 
-    The target's comes first. Between different block sizes it is the only one.
+    The target's comes first, the others in the order of that node. Between different block sizes it is the only one.
     """
     pairs = [(0, 0)]
     if ours.block_size == theirs.block_size:
-        places = {group: index for index, group in enumerate(theirs.groups) if index}
-        pairs += [(index, places[group]) for index, group in enumerate(ours.groups) if index and group in places]
+        places = {group: index for index, group in enumerate(ours.groups) if index}
+        pairs += [(places[group], index) for index, group in enumerate(theirs.groups) if index and group in places]
     return pairs

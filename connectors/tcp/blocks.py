@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TypeAlias
 
 import torch
 
@@ -10,12 +9,8 @@ from connectors.base import KVCaches, KVGroup
 from connectors.host_blocks import HostBlocks
 from connectors.peer.layout import MAX_GROUPS, NodeLayout
 from connectors.tcp.messages import MAX_SEGMENTS
+from connectors.tcp.parts import CHUNK_NBYTES, Segment, part_of, slots
 
-CHUNK_NBYTES = 4 << 20
-"""So much is summed up and sent at a time: with less, the other side has more messages to wait for; with more than the
-system buffers, one side waits while the other one sums up."""
-Segment: TypeAlias = tuple[int, int]
-"""A group of this node, and a block of its own or, by its place, of a pull."""
 NUM_STAGES = 16
 """Blocks that are copied to or from a device at a time."""
 
@@ -49,7 +44,8 @@ class LocalBlocks:
         """
         if not self._is_host:
             return 1
-        mean = sum(self.layout.groups[group].block_nbytes for group in groups) // len(groups)
+        total = sum(self.layout.groups[group].block_nbytes for group in groups)
+        mean = total // len(slots(self.layout, groups))
         return max(1, min(MAX_SEGMENTS, CHUNK_NBYTES // max(1, mean)))
 
     @contextmanager
@@ -57,10 +53,10 @@ class LocalBlocks:
         """The content of each segment; None where there is none."""
         with ExitStack() as stack:
             yield [
-                self._slice(group, block_id) or stack.enter_context(self._blocks[group].reading(block_id))
-                if self._groups[group].is_whole(block_id)
+                self._slice(segment) or stack.enter_context(self._blocks[segment[0]].reading(*self._place(segment)))
+                if self._groups[segment[0]].is_whole(segment[1])
                 else None
-                for group, block_id in segments
+                for segment in segments
             ]
 
     @contextmanager
@@ -68,13 +64,24 @@ class LocalBlocks:
         """Buffers that are in these blocks once the context was left."""
         with ExitStack() as stack:
             yield [
-                self._slice(group, block_id) or stack.enter_context(self._blocks[group].writing(block_id))
-                for group, block_id in segments
+                self._slice(segment) or stack.enter_context(self._blocks[segment[0]].writing(*self._place(segment)))
+                for segment in segments
             ]
 
-    def _slice(self, group: int, block_id: int) -> memoryview | None:
-        memory = self._memory[group]
+    def fill(self, block_id: int, data: memoryview) -> None:
+        """Have these bytes in a block of the target's."""
+        with self._blocks[0].writing(block_id) as buffer:
+            buffer[:] = data
+
+    def _place(self, segment: Segment) -> tuple[int, slice]:
+        """A block, and which of its bytes."""
+        group, block_id, part = segment
+        return block_id, part_of(self.layout.groups[group].block_nbytes, part)
+
+    def _slice(self, segment: Segment) -> memoryview | None:
+        memory = self._memory[segment[0]]
         if memory is None:
             return None
-        nbytes = self.layout.groups[group].block_nbytes
-        return memory[block_id * nbytes : (block_id + 1) * nbytes]
+        block_id, part = self._place(segment)
+        begin = block_id * self.layout.groups[segment[0]].block_nbytes
+        return memory[begin + part.start : begin + part.stop]

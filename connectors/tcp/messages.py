@@ -17,7 +17,7 @@ from typing import ClassVar, TypeAlias
 from connectors.peer.layout import MAX_GROUPS, GroupLayout, NodeLayout
 from connectors.peer.leases import LEASE_NBYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = b"outrider"
 MAX_MESSAGE_NBYTES = 1 << 16
 MAX_TEXT_NBYTES = 512
@@ -213,7 +213,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What follows: the next segments of a pull, each one group's part of a block, block after block.
+    """What follows: the next segments of a pull, each a part of one group's block, in the order of `parts.slots`.
 
     Attributes:
         checksums: of each segment; None for one that has no content, and is not sent.

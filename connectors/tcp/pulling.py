@@ -1,7 +1,7 @@
 """Which blocks of another node a load is made of, and where what comes is put."""
 
 from connectors.peer.loading import Loading
-from connectors.tcp.blocks import LocalBlocks, Segment
+from connectors.tcp.blocks import LocalBlocks
 from connectors.tcp.messages import Pull
 from connectors.tcp.recut import Staging
 from connectors.tcp.session import PeerRefused, Session
@@ -38,7 +38,7 @@ def _pull_as_they_are(session: Session, loading: Loading, blocks: LocalBlocks) -
 
     session.pull(
         pull,
-        lambda segments: blocks.writing([(group, load.block_ids[done + place]) for group, place in segments]),
+        lambda segments: blocks.writing([(group, load.block_ids[done + at], part) for group, at, part in segments]),
         came,
         at_a_time=blocks.num_segments([own for own, _ in session.groups]),
         until_s=load.until_s,
@@ -76,9 +76,7 @@ def _pull_and_cut(session: Session, loading: Loading, blocks: LocalBlocks) -> No
             until_s=load.until_s,
         )
         for place, block in enumerate(staging.ours()):
-            segment: Segment = (0, load.block_ids[done + place])
-            with blocks.writing([segment]) as (buffer,):
-                buffer[:] = block
+            blocks.fill(load.block_ids[done + place], block)
         end = done + staging.cut.num_blocks
         lacking = range(done, end) if len(blocks.layout.groups) > 1 else ()
         loading.came(end, _moved(staging.cut.cut_from(bad), done), lacking)

@@ -7,6 +7,7 @@ import torch
 
 from connectors.peer.cut import Cut
 from connectors.peer.layout import GroupLayout
+from connectors.tcp.parts import Segment, part_of
 
 STAGING_NBYTES = 32 << 20
 
@@ -26,9 +27,9 @@ class Staging:
         self._bytes = self._blocks.flatten(1).view(torch.uint8).numpy()
 
     @contextmanager
-    def writing(self, segments: Sequence[tuple[int, int]]) -> Iterator[list[memoryview]]:
-        """Buffers for their blocks, by place."""
-        yield [self._bytes[place].data for _, place in segments]
+    def writing(self, segments: Sequence[Segment]) -> Iterator[list[memoryview]]:
+        """Buffers for parts of their blocks, by place."""
+        yield [self._bytes[place, part_of(self._bytes.shape[1], part)].data for _, place, part in segments]
 
     def ours(self) -> Iterator[memoryview]:
         """Our blocks, one after the other."""

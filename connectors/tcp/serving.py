@@ -22,6 +22,7 @@ from connectors.tcp.messages import (
     Welcome,
     pack,
 )
+from connectors.tcp.parts import slots
 from connectors.wire import checksum
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,8 @@ class Serving:
         groups = [index for index in range(len(self._blocks.layout.groups)) if pull.groups >> index & 1]
         if not groups or pull.groups >> len(self._blocks.layout.groups):
             return self._send(Failed("groups that this node does not have"))
-        segments = ((group, block_id) for block_id in block_ids[pull.first : end] for group in groups)
+        order = slots(self._blocks.layout, groups)
+        segments = ((group, block_id, part) for block_id in block_ids[pull.first : end] for group, part in order)
         num_segments = self._blocks.num_segments(groups)
         while chunk := list(islice(segments, num_segments)):
             with self._blocks.reading(chunk) as views:

@@ -6,7 +6,6 @@ from typing import TypeAlias
 
 from connectors.peer.address import PeerAddress
 from connectors.peer.layout import NodeLayout, mismatch, shared_groups
-from connectors.tcp.blocks import Segment
 from connectors.tcp.connection import Connection
 from connectors.tcp.messages import (
     PROTOCOL_VERSION,
@@ -19,6 +18,7 @@ from connectors.tcp.messages import (
     Refused,
     Welcome,
 )
+from connectors.tcp.parts import Segment, Slot, slots
 from connectors.wire import checksum
 
 CONNECT_TIMEOUT_S = 2.0
@@ -38,12 +38,17 @@ class PullFailed(Exception):
 
 
 class Session:
-    """Used by one thread at a time. Attributes: groups: places of the groups that are exchanged, here and there."""
+    """Used by one thread at a time.
 
-    def __init__(self, connection: Connection, theirs: NodeLayout, groups: Sequence[Segment]) -> None:
+    Attributes: groups: places of the groups that are exchanged, here and there, in the order of the latter.
+    """
+
+    def __init__(self, connection: Connection, theirs: NodeLayout, groups: Sequence[tuple[int, int]]) -> None:
         self.connection = connection
         self.theirs = theirs
         self.groups = groups
+        own = {there: here for here, there in groups}
+        self._slots: Sequence[Slot] = [(own[there], part) for there, part in slots(theirs, list(own))]
 
     @classmethod
     def open(
@@ -82,19 +87,24 @@ class Session:
         Raises: OSError, ProtocolError, after which the connection is to be closed; PullFailed.
         """
         self.connection.send(pull, until_s=until_s)
-        owns = [own for own, _ in self.groups]
-        num_segments, num_done = pull.count * len(owns), 0
+        num_slots = len(self._slots)
+        num_segments, num_done = pull.count * num_slots, 0
         while num_done < num_segments:
             message = self.connection.receive(until_s=until_s)
             if isinstance(message, Failed):
                 raise PullFailed(message.reason)
             if not isinstance(message, Data) or len(message.checksums) > num_segments - num_done:
                 raise ProtocolError(f"{message.kind.name} comes out of turn")
-            places = range(num_done, num_done + len(message.checksums))
-            segments = [(owns[place % len(owns)], place // len(owns)) for place in places]
+            segments = [self._segment(place) for place in range(num_done, num_done + len(message.checksums))]
             bad, lacking = self._receive(segments, message.checksums, write, at_a_time, until_s)
             num_done += len(segments)
-            came(num_done // len(owns), bad, lacking)
+            came(num_done // num_slots, bad, lacking)
+
+    def _segment(self, place: int) -> Segment:
+        """Args: place: among all segments of a pull."""
+        block, slot = divmod(place, len(self._slots))
+        group, part = self._slots[slot]
+        return group, block, part
 
     def _receive(
         self,
@@ -107,14 +117,14 @@ class Session:
         """Take in what follows a Data message. Returns: places that are bad, and that lack a group."""
         coming = [(segment, sent) for segment, sent in zip(segments, checksums, strict=True) if sent is not None]
         absent = [segment for segment, sent in zip(segments, checksums, strict=True) if sent is None]
-        bad = {place for group, place in absent if group == self.groups[0][0]}
+        bad = {place for group, place, _ in absent if group == self.groups[0][0]}
         for start in range(0, len(coming), at_a_time):
             part = coming[start : start + at_a_time]
             with write([segment for segment, _ in part]) as buffers:
                 self.connection.receive_into(buffers, until_s=until_s)
                 found = [checksum(buffer) for buffer in buffers]
-            bad |= {place for ((_, place), sent), is_sum in zip(part, found, strict=True) if sent != is_sum}
-        return frozenset(bad), frozenset(place for _, place in absent)
+            bad |= {place for ((_, place, _), sent), is_sum in zip(part, found, strict=True) if sent != is_sum}
+        return frozenset(bad), frozenset(place for _, place, _ in absent)
 
 
 def _layout(answer: Message) -> NodeLayout:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from connectors.tcp.messages import PROTOCOL_VERSION
 from server.kv_handle import KVHandle
 from tests.fakes.kv_node import KVNode, ask_until_renewed
 from tests.fakes.relay import Relay
@@ -35,6 +36,13 @@ def node() -> Iterator[Node]:
             each.close()
 
 
+@pytest.fixture(params=[None, 80], ids=["whole", "in parts"])
+def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How blocks are sent. Of parts the last one is shorter."""
+    if request.param is not None:
+        monkeypatch.setattr("connectors.tcp.parts.CHUNK_NBYTES", request.param)
+
+
 @pytest.fixture
 def relay() -> Iterator[Callable[..., Relay]]:
     relays: list[Relay] = []
@@ -48,6 +56,7 @@ def relay() -> Iterator[Callable[..., Relay]]:
         each.close()
 
 
+@pytest.mark.usefixtures("_parts")
 def test_blocks_arrive_and_the_lease_ends(node: Node) -> None:
     producer, consumer = node(), node()
     content = producer.fill()
@@ -80,6 +89,7 @@ def test_a_handle_that_nothing_is_wanted_of_is_given_back(node: Node) -> None:
     producer.wait_for_release(handle)
 
 
+@pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize(
     ("ours", "theirs", "whole", "complete"),
     [
@@ -104,6 +114,7 @@ def test_drafts_travel_where_both_sides_have_them(
         assert came == (ours is not None and block_id in complete)
 
 
+@pytest.mark.usefixtures("_parts")
 @pytest.mark.parametrize(("theirs", "ours"), [(4, 6), (6, 4), (4, 8), (8, 4), (7, 3), (3, 7), (1, 5)])
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 def test_blocks_of_another_size_are_cut_anew(node: Node, theirs: int, ours: int, skipped: int) -> None:
@@ -172,6 +183,7 @@ def test_a_held_lease_ends_once_nobody_asks_any_more(node: Node) -> None:
     producer.wait_for_release(handle)
 
 
+@pytest.mark.usefixtures("_parts")
 def test_a_flipped_byte_costs_its_block(node: Node, relay: Callable[..., Relay]) -> None:
     producer, consumer = node(num_blocks=4, width=LARGE), node(num_blocks=4, width=LARGE)
     content = producer.fill()
@@ -347,9 +359,10 @@ def test_a_node_of_another_version_is_not_read_from(
 ) -> None:
     producer, consumer = node(), node()
     producer.fill()
-    monkeypatch.setattr("connectors.tcp.serving.PROTOCOL_VERSION", 2)
+    monkeypatch.setattr("connectors.tcp.serving.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
     assert consumer.wait_for_load(consumer.begin(producer.hand_on(0, 1), 4, 5)) == {4, 5}
-    assert "protocol version 1 was asked for, this node has 2" in caplog.text
+    asked, had = PROTOCOL_VERSION, PROTOCOL_VERSION + 1
+    assert f"protocol version {asked} was asked for, this node has {had}" in caplog.text
     assert not consumer.blocks.any()
 
 

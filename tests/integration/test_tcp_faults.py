@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from connectors.tcp.messages import HEADER, MAX_KEPT, MAX_MESSAGE_NBYTES, Hello, Keep, Kind, Pull, Release, pack
+from connectors.tcp.messages import (
+    HEADER,
+    MAX_KEPT,
+    MAX_MESSAGE_NBYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Keep,
+    Kind,
+    Pull,
+    Release,
+    pack,
+)
 from server.kv_handle import KVHandle
 from tests.fakes.kv_node import KVNode
 from tests.fakes.kv_process import KVProcess
@@ -157,7 +168,7 @@ GREETING = pack(Hello("local"))
         pytest.param(HEADER.pack(Kind.HELLO, MAX_MESSAGE_NBYTES + 1) + bytes(56), id="one byte too long"),
         pytest.param(pack(Pull("0" * 32, 0, 1, 1, b"")), id="no greeting"),
         pytest.param(pack(Hello("another")), id="another engine"),
-        pytest.param(pack(Hello("local", version=2)), id="another version"),
+        pytest.param(pack(Hello("local", version=PROTOCOL_VERSION - 1)), id="another version"),
         pytest.param(GREETING + GREETING, id="two greetings"),
         pytest.param(GREETING + HEADER.pack(Kind.DATA, 9) + bytes(56), id="data for the server"),
         pytest.param(GREETING + HEADER.pack(Kind.KEEP, 16 * MAX_KEPT + 16) + bytes(20_000), id="too many leases"),

@@ -29,6 +29,21 @@ def test_a_block_is_read_and_written_as_its_bytes(device: str) -> None:
     assert torch.equal(blocks.cpu(), expected), "the block it was written to, and no other"
 
 
+@DEVICES
+def test_so_is_a_part_of_a_block(device: str) -> None:
+    blocks = blocks_of(device)
+    host = HostBlocks(blocks, num_threads=1)
+    host.mark()
+    with host.reading(3, slice(4, 8)) as data:
+        assert bytes(data) == blocks[3].cpu().view(torch.uint8).numpy().tobytes()[4:8]
+        taken = bytes(data)
+    with host.writing(1, slice(4, 8)) as buffer:
+        buffer[:] = taken
+    expected = blocks_of("cpu")
+    expected[1].flatten()[2:4] = expected[3].flatten()[2:4]
+    assert torch.equal(blocks.cpu(), expected)
+
+
 def test_blocks_in_host_memory_are_not_copied() -> None:
     blocks = blocks_of("cpu")
     host = HostBlocks(blocks, num_threads=1)

@@ -10,6 +10,7 @@ from connectors.tcp.messages import (
     HEADER,
     MAX_KEPT,
     MAX_SEGMENTS,
+    PROTOCOL_VERSION,
     Data,
     Failed,
     Hello,
@@ -73,7 +74,7 @@ def test_any_bytes_are_a_message_or_an_error(kind: Kind, body: bytes) -> None:
     except ProtocolError:
         return
     assert message.kind == kind
-    if not isinstance(message, Hello) or message.version == 1:
+    if not isinstance(message, Hello) or message.version == PROTOCOL_VERSION:
         assert read(pack(message)) == message
 
 
@@ -88,7 +89,7 @@ def test_a_changed_byte_is_a_message_or_an_error(index: int, place: int, value: 
 
 
 def test_of_another_version_only_that_is_read() -> None:
-    assert Hello.decode(b"outrider\x02\x00 and whatever it says") == Hello("", 2)
+    assert Hello.decode(b"outrider\x07\x00 and whatever it says") == Hello("", 7)
 
 
 def test_long_texts_are_cut() -> None:
@@ -129,5 +130,7 @@ def test_groups_that_are_the_same_on_both_sides_are_shared() -> None:
     other = GroupLayout("other", "o", "int8", (5,), 5)
     assert shared_groups(LAYOUT, NodeLayout(4, (TARGET, other, DRAFT))) == [(0, 0), (1, 2)]
     assert shared_groups(LAYOUT, NodeLayout(4, (TARGET, other))) == [(0, 0)]
+    both = NodeLayout(4, (TARGET, DRAFT, other))
+    assert shared_groups(both, NodeLayout(4, (TARGET, other, DRAFT))) == [(0, 0), (2, 1), (1, 2)], "as they are sent"
     larger = GroupLayout("target", "f", "float32", (2, 3, 8, 8), 1536)
     assert shared_groups(LAYOUT, NodeLayout(8, (larger, DRAFT))) == [(0, 0)]
