@@ -6,7 +6,7 @@ from torch import Tensor
 from proposers.base import DraftSampling
 from server.kernels import cpu_sampling, jit
 from server.kernels.gumbel_argmax import gumbel_argmax
-from server.kernels.noise import Stream, gumbel, uniform
+from server.kernels.noise import Stream, gumbel, in_stream, uniform
 from server.kernels.rejection_reference import draw as draw_by_coin
 from server.model.sampling_operators import has_sampling_operators
 
@@ -45,16 +45,13 @@ def draw(
 def _draw_by_kernel(
     scaled: Tensor, sampling: DraftSampling, num_tokens: Tensor, index: int, to_target: Tensor | None
 ) -> Tensor:
-    """The same by Gumbel noise for all; a noise of 0 makes a row greedy."""
+    """The same by Gumbel noise for all, in one pass; a noise of 0 makes a row greedy."""
     noisy = (sampling.temperature > 0).float()
     coins = num_tokens * _COINS_PER_POSITION + index
-    unseeded: Tensor = gumbel_argmax(scaled[:, None], sampling.key, coins, noisy, Stream.DRAFT)[0]
-    if to_target is None:
-        seeded: Tensor = gumbel_argmax(scaled[:, None], sampling.key, num_tokens + index, noisy, Stream.TARGET)[0]
-    else:
-        noise = _target_noise(sampling.key, num_tokens + index, to_target, scaled.shape[1])
-        seeded = (scaled + noise * noisy[:, None]).argmax(-1, keepdim=True)
-    return torch.where(sampling.is_seeded, seeded[:, 0], unseeded[:, 0])
+    key = torch.where(sampling.is_seeded, sampling.key, in_stream(sampling.key, Stream.DRAFT, of=Stream.TARGET))
+    position = torch.where(sampling.is_seeded, num_tokens + index, coins)
+    ids: Tensor = gumbel_argmax(scaled[:, None], key, position, noisy, Stream.TARGET, to_target)[0]
+    return ids[:, 0]
 
 
 def _by_coin(scaled: Tensor, key: Tensor, num_tokens: Tensor, index: int) -> Tensor:

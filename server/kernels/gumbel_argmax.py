@@ -46,12 +46,13 @@ def _gumbel(low: tl.tensor, high: tl.tensor, token_id: tl.tensor) -> tl.tensor:
     return -tl.log(exponential)
 
 
-@jit(unspecialised=("key_ptr", "position_ptr", "temperature_ptr", "num_positions", "part_size"))
+@jit(unspecialised=("key_ptr", "position_ptr", "temperature_ptr", "noise_ids_ptr", "num_positions", "part_size"))
 def _part_kernel(
     logits_ptr: tl.tensor,
     key_ptr: tl.tensor,
     position_ptr: tl.tensor,
     temperature_ptr: tl.tensor,
+    noise_ids_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_id_ptr: tl.tensor,
     num_positions: int,
@@ -60,6 +61,7 @@ def _part_kernel(
     stride_row: int,
     stride_position: int,
     STREAM: tl.constexpr,
+    HAS_NOISE_IDS: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
     """The best token of one position of one row (axis 0) in one part (axis 1) of the vocabulary."""
@@ -79,7 +81,10 @@ def _part_kernel(
         token_id = start + tl.arange(0, BLOCK_V)
         score = tl.load(row_ptr + token_id, mask=token_id < end, other=float("-inf")).to(tl.float32)
         if temperature > 0:
-            score = tl.math.div_rn(score, temperature) + _gumbel(low, high, token_id.to(tl.uint32))
+            noise_id = token_id
+            if HAS_NOISE_IDS:
+                noise_id = tl.load(noise_ids_ptr + token_id, mask=token_id < end, other=0)
+            score = tl.math.div_rn(score, temperature) + _gumbel(low, high, noise_id.to(tl.uint32))
         score = tl.where(score == score, score, float("inf"))
         is_better = score > best_score  # the lower id wins a tie, and where all is minus infinity
         best_score = tl.where(is_better, score, best_score)
@@ -113,7 +118,12 @@ def _pick_kernel(
 
 @torch.library.custom_op("outrider::gumbel_argmax", mutates_args=())
 def gumbel_argmax(
-    logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, stream: int
+    logits: Tensor,
+    key: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    stream: int,
+    noise_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose a token in each of Q positions of M rows: argmax(logits / temperature + noise).
 
@@ -124,7 +134,8 @@ def gumbel_argmax(
         logits: [M, Q, vocab] float32, float16 or bfloat16, last dimension contiguous; not changed.
         key: [M] int64. position: [M] int64, of the row's first token to be chosen; the others follow it.
         temperature: [M] float32; where it is 0 the likeliest token is chosen, without noise.
-        stream: of worker.noise.Stream.
+        stream: of kernels.noise.Stream.
+        noise_ids: [vocab] int64, the id whose noise each token has; its own where None.
 
     Returns: the ids, [M, Q] int64, and their scores, [M, Q] float32: finite unless the logits have NaN or infinity,
         or leave nothing to choose.
@@ -138,6 +149,8 @@ def gumbel_argmax(
         raise ValueError(f"{num_rows} rows need as many keys, positions and temperatures, not {shapes}")
     if key.dtype != torch.int64 or position.dtype != torch.int64 or temperature.dtype != torch.float32:
         raise ValueError("key and position are int64, temperature is float32")
+    if noise_ids is not None and (noise_ids.shape != (vocab_size,) or noise_ids.dtype != torch.int64):
+        raise ValueError(f"noise_ids are an int64 for each of {vocab_size} tokens")
     if any(x.stride(-1) != 1 for x in (logits, key, position, temperature)):
         raise ValueError("a last dimension is not contiguous")
     num_all = num_rows * num_positions
@@ -156,6 +169,7 @@ def gumbel_argmax(
         key,
         position,
         temperature,
+        key if noise_ids is None else noise_ids,
         best_score,
         best_id,
         num_positions,
@@ -164,6 +178,7 @@ def gumbel_argmax(
         logits.stride(0),
         logits.stride(1),
         STREAM=stream * 0x9E3779B97F4A7C15 % 2**64,
+        HAS_NOISE_IDS=noise_ids is not None,
         BLOCK_V=BLOCK_V,
     )
     _pick_kernel[(num_all,)](best_score, best_id, ids, scores, num_parts, BLOCK_P=next_power_of_2(num_blocks))

@@ -60,6 +60,11 @@ def _state(key: Tensor, position: Tensor, stream: Stream) -> tuple[Tensor, Tenso
     return state.to(torch.int32), _shift_right(state, 32, 64).to(torch.int32)
 
 
+def in_stream(key: Tensor, stream: Stream, of: Stream) -> Tensor:
+    """The key that has in the stream `of` what `key` has in another; int64."""
+    return key + _signed(_GOLDEN_64 * (stream - of), 64)
+
+
 def _to_unit(words: Tensor) -> Tensor:
     """int32 words as float32 in (0, 1); small values keep their relative precision."""
     unsigned = words.to(torch.float32) + (words < 0) * float(1 << 32)

@@ -64,6 +64,7 @@ def launch_all() -> None:
     for layer in (inputs.layer, narrow):
         write_kv(layer, key, key, rows, rows)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
+    gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1, torch.arange(5000))
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, torch.ones(3, dtype=torch.int32), 5)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
     penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))

@@ -24,11 +24,17 @@ from server.worker.target import TargetOutputs
 
 
 def gumbel_argmax(
-    logits: Tensor, key: Tensor, position: Tensor, temperature: Tensor, stream: int
+    logits: Tensor,
+    key: Tensor,
+    position: Tensor,
+    temperature: Tensor,
+    stream: int,
+    noise_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See kernels.gumbel_argmax."""
     places = position[:, None] + torch.arange(logits.shape[1])
-    noise = gumbel(key[:, None].expand_as(places), places, Stream(stream), logits.shape[2])
+    vocabulary = logits.shape[2] if noise_ids is None else noise_ids
+    noise = gumbel(key[:, None].expand_as(places), places, Stream(stream), vocabulary)
     factor = temperature[:, None, None]
     scores = torch.where(factor > 0, logits / torch.where(factor > 0, factor, 1.0) + noise, logits)
     best, ids = torch.where(scores.isnan(), torch.inf, scores).max(-1)

@@ -49,11 +49,12 @@ class Draw:
 
 
 def twin_of_kernel(
-    logits: Tensor, key: Tensor, position: Tensor, noise: Tensor, stream: Stream
+    logits: Tensor, key: Tensor, position: Tensor, noise: Tensor, stream: Stream, noise_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The interpreter takes too long for many rows; tests/unit/test_triton_gumbel_argmax.py has them compared."""
     assert logits.shape[1] == 1
-    scores = logits + gumbel(key[:, None], position[:, None], stream, logits.shape[2])
+    vocabulary = logits.shape[2] if noise_ids is None else noise_ids
+    scores = logits + gumbel(key[:, None], position[:, None], stream, vocabulary)
     scores = torch.where(noise[:, None, None] > 0, scores, logits)
     return scores.argmax(-1), scores.amax(-1)
 

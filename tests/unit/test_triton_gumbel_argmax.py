@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from server.kernels.gumbel_argmax import BLOCK_V, gumbel_argmax
-from server.kernels.noise import Stream, gumbel
+from server.kernels.noise import Stream, gumbel, in_stream
 
 KEYS = (0, 1, 2**63 - 1, 5, 2**40 + 3)
 POSITIONS = (0, 2**31, 7, 100, 3)
@@ -43,6 +43,27 @@ def test_draws_equal_the_twin(kernel_device: str, temperature: float, dtype: tor
     logits[:, :, 100:300] = -torch.inf
     args = rows(kernel_device, temperature)
     assert torch.equal(gumbel_argmax(logits, *args, Stream.TARGET)[0], twin(logits, *args, Stream.TARGET))
+
+
+def test_tokens_may_have_the_noise_of_others(kernel_device: str) -> None:
+    """So a part of a vocabulary draws as the whole does, where only that part has a chance."""
+    known = torch.randperm(1500, generator=torch.Generator().manual_seed(4))[:1100].to(kernel_device)
+    whole = torch.full((len(KEYS), 1, 1500), -torch.inf, device=kernel_device)
+    part = torch.randn(len(KEYS), 1, 1100, generator=torch.Generator().manual_seed(5)).to(kernel_device)
+    whole[:, :, known] = part
+    args = rows(kernel_device)
+    found, _ = gumbel_argmax(part, *args, Stream.TARGET, known)
+    assert torch.equal(known[found], gumbel_argmax(whole, *args, Stream.TARGET)[0])
+    with pytest.raises(ValueError, match="noise_ids are an int64 for each of 1100 tokens"):
+        gumbel_argmax(part, *args, Stream.TARGET, known[1:])
+
+
+@pytest.mark.parametrize("stream", Stream)
+def test_a_key_of_one_stream_serves_another(kernel_device: str, stream: Stream) -> None:
+    logits = torch.zeros(len(KEYS), 2, 100, device=kernel_device)
+    key, position, temperature = rows(kernel_device)
+    found, _ = gumbel_argmax(logits, in_stream(key, stream, of=Stream.TARGET), position, temperature, Stream.TARGET)
+    assert torch.equal(found, gumbel_argmax(logits, key, position, temperature, stream)[0])
 
 
 def test_rows_of_temperature_0_are_greedy_beside_others(kernel_device: str) -> None:
