@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from server.kernels.token_inputs import TokenInputs
+
 
 def attention_mask(
     positions: Tensor, num_positions: int, sliding_window: int | None, starts: Tensor | None = None
@@ -119,6 +121,29 @@ def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets:
     kv = torch.cat((key, value), dim=-1).float()
     kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0).clamp(-largest, largest)
     layer[blocks.long(), :, offsets.long()] = kv.to(layer.dtype)
+
+
+def look_up_tokens(
+    slots: Tensor,
+    offsets: Tensor,
+    num_computed: Tensor,
+    num_known: Tensor,
+    num_drafts: Tensor,
+    token_ids: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> TokenInputs:
+    """What tokens are and where their keys and values go; arguments as in token_inputs.look_up_tokens."""
+    positions = num_computed[slots] + offsets
+    is_real = positions < (num_known + num_drafts)[slots]
+    positions = positions * is_real  # padding may lie beyond what the model can embed
+    return TokenInputs(
+        positions=positions,
+        is_real=is_real,
+        token_ids=token_ids[slots, positions],
+        write_blocks=block_table[slots, positions // block_size] * is_real.long(),
+        write_offsets=positions % block_size,
+    )
 
 
 def penalise(

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from server.kernels import jit, reference
+from server.kernels.token_inputs import look_up_tokens
 from server.model.attention import AttentionStep, bind_kv
 from server.model.forward import run_model
 from server.model.taps import LayerTaps
@@ -53,15 +55,22 @@ class Target:
 
     def forward(self, inputs: StepInputs) -> TargetOutputs:
         """Compute the known tokens and drafts that the plan names, as far as they exist."""
-        batch, slots = self._batch, inputs.token_slot
-        positions = batch.num_computed[slots] + inputs.token_offset
-        is_real = positions < (batch.num_tokens + batch.num_drafts)[slots]
-        positions = positions * is_real  # padding may lie beyond what the model can embed
-        token_ids = batch.token_ids[slots, positions]
+        batch = self._batch
+        look_up = look_up_tokens if jit.is_available(batch.token_ids.device) else reference.look_up_tokens
+        tokens = look_up(
+            inputs.token_slot,
+            inputs.token_offset,
+            batch.num_computed,
+            batch.num_tokens,
+            batch.num_drafts,
+            batch.token_ids,
+            batch.block_table,
+            self._block_size,
+        )
         step = AttentionStep(
-            write_blocks=batch.block_table[slots, positions // self._block_size] * is_real.long(),
-            write_offsets=positions % self._block_size,
-            positions=positions,
+            write_blocks=tokens.write_blocks,
+            write_offsets=tokens.write_offsets,
+            positions=tokens.positions,
             first_token=inputs.first_token,
             num_query=inputs.num_query,
             slots=inputs.slots,
@@ -69,12 +78,12 @@ class Target:
             groups=inputs.groups,
         )
         self._on_compute()
-        hidden: Tensor = run_model(self._model, token_ids, positions, step).last_hidden_state[0]
+        hidden: Tensor = run_model(self._model, tokens.token_ids, tokens.positions, step).last_hidden_state[0]
         is_broken = None
         if inputs.known_row is not None and inputs.chunk is not None:
             batch.num_computed.index_add_(0, inputs.slots, inputs.chunk)
             # Of drafts only the accepted ones count; they are judged by their logits.
-            is_bad = is_real & ~(torch.linalg.vector_norm(hidden, torch.inf, dim=-1) < torch.inf)
+            is_bad = tokens.is_real & ~(torch.linalg.vector_norm(hidden, torch.inf, dim=-1) < torch.inf)
             num_bad = inputs.slots.new_zeros(len(inputs.rows) + 1).index_add_(0, inputs.known_row, is_bad.long())
             is_broken = num_bad[:-1] > 0
-        return TargetOutputs(hidden, self._taps.take(), positions, is_real, is_broken)
+        return TargetOutputs(hidden, self._taps.take(), tokens.positions, tokens.is_real, is_broken)

@@ -21,6 +21,7 @@ from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.skinny_linear import skinny_gated_linear, skinny_linear, tile_counts
+from server.kernels.token_inputs import look_up_tokens
 from server.kernels.token_mask import mask_tokens
 from server.kernels.truncate import truncate
 from tests.fakes.drafts import draft_inputs
@@ -66,6 +67,7 @@ def launch_all() -> None:
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1, torch.arange(5000))
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, torch.ones(3, dtype=torch.int32), 5)
+    look_up_tokens(rows, rows, rows, rows, rows, torch.zeros(4, 99).int(), torch.zeros(4, 7).int(), 16)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
     penalise(torch.zeros(2, 3, 5000), ids, rows, rows, rows, ones, ones, ones, torch.zeros(2, 5000, dtype=torch.int32))
     weight = torch.zeros(64, 1024, dtype=torch.bfloat16)

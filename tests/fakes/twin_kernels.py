@@ -116,6 +116,7 @@ def _put(place: Any, found: Any) -> None:
 def as_on_cuda() -> Iterator[type[ReplayedGraphs]]:
     """Engines that are built now run on the CPU as they do on CUDA, but for attention."""
     twins: dict[str, object] = {
+        "server.worker.target.look_up_tokens": reference.look_up_tokens,
         "server.worker.sampler.gumbel_argmax": gumbel_argmax,
         "server.worker.sampler.truncate": truncate,
         "server.worker.rejection.gumbel_argmax": gumbel_argmax,

@@ -29,6 +29,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         "_count_kernel",
         "_penalise_kernel",
         "_linear_kernel",
+        "_look_up_kernel",
         "_mask_kernel",
         "_add_spans_kernel",
         "_skinny_kernel",
