@@ -68,7 +68,7 @@ class NixlBlocks:
         return [found.get(block_id) for block_id in block_ids]
 
     def store(self, group: int, block_ids: Sequence[int], content: Tensor) -> None:
-        """Fill blocks; returns when it is done.
+        """Fill blocks, at least one; returns when it is done.
 
         Args: content: [len(block_ids), nbytes] uint8, where the blocks are.
         """

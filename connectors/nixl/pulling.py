@@ -164,7 +164,8 @@ class Pull:
         usable = [place for place in range(len(block_ids)) if place not in unusable]
         if unusable:
             content = content[usable]
-        self._blocks.store(group, [block_ids[place] for place in usable], content)
+        if usable:
+            self._blocks.store(group, [block_ids[place] for place in usable], content)
 
     def _came(self, done: int, count: int, bad: Iterable[int], lacking: Iterable[int]) -> None:
         self._loading.came(done + count, [done + place for place in bad], [done + place for place in lacking])

@@ -3,7 +3,7 @@
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -177,6 +177,24 @@ def test_drafts_of_some_blocks_only(nodes: ExitStack) -> None:
     assert reader.ended.complete == {1, 3}
     assert torch.equal(reader.drafts[[1, 3]], holder.drafts[[3, 5]])
     assert not reader.drafts[2].any()
+
+
+def test_drafts_of_no_block(nodes: ExitStack) -> None:
+    """Nothing is stored then: an empty copy on a device fails."""
+    holder, reader = node(nodes, engine_id="holder", draft="d"), node(nodes, draft="d")
+    holder.fill(5)
+    holder.whole_drafts.clear()
+    store, stored = NixlBlocks.store, list[int]()
+
+    def recorded(self: NixlBlocks, group: int, block_ids: Sequence[int], content: torch.Tensor) -> None:
+        stored.append(group)
+        store(self, group, block_ids, content)
+
+    with patch.object(NixlBlocks, "store", recorded):
+        assert reader.wait_for_load(reader.begin(holder.hand_on(3, 4, 5), 1, 2, 3)) == frozenset()
+    assert set(stored) == {0}
+    assert torch.equal(reader.blocks[1:4], holder.blocks[3:6])
+    assert reader.ended.complete == set()
 
 
 def test_a_block_that_has_changed_on_its_way_is_bad(nodes: ExitStack, holder: KVProcess) -> None:
