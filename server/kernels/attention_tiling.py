@@ -9,9 +9,20 @@ from server.kernels.jit import ceil_div, next_power_of_2, num_multiprocessors
 MAX_SPLITS = 64
 SHORT_QUERY = 16
 """Longest query that is a decoding or a verification, whose time is that of reading KV."""
-SHORT_PROGRAMS, LONG_PROGRAMS = 8, 1
-"""For each multiprocessor, how many programs short and long queries are split for: reading wants many loads in
-flight, multiplying no more than one program everywhere."""
+LONGEST_SPLIT = 1024
+"""Positions of a short query that one program goes through at most, where the launch has programs for that: a long
+row among short ones is done before long."""
+MAX_WAVES = 8
+"""Programs of a launch for short queries at most, by multiprocessors, counting those that find nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Over how many programs positions are split: every row over the fewest, if it has tiles for them, a longer one
+    over the most, a power of two."""
+
+    fewest: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +61,26 @@ def fixed_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     return Tiling(64, 32 if head_dim > 128 else 64, num_warps=4, num_stages=5)
 
 
-def choose_num_splits(
-    num_programs: int, max_num_query: int, context_bound: int, block_n: int, device: torch.device
-) -> int:
-    """Over how many programs each row's positions are split: a power of two.
+def choose_splits(
+    num_programs: int, num_row_programs: int, max_num_query: int, context_bound: int, block_n: int, device: torch.device
+) -> Splits:
+    """One program for each multiprocessor is the aim: more of them wait for the same memory, and start one by one.
 
-    Args: num_programs: without splitting. context_bound: no row sees more positions.
+    Args: num_programs, num_row_programs: without splitting, of all rows and of one. context_bound: no row sees more
+        positions.
     """
-    per_multiprocessor = SHORT_PROGRAMS if max_num_query <= SHORT_QUERY else LONG_PROGRAMS
-    wanted = per_multiprocessor * num_multiprocessors(device) // max(1, num_programs)
-    most = min(MAX_SPLITS, ceil_div(context_bound, block_n))
-    return 1 << (max(1, min(wanted, most)).bit_length() - 1)
+    wave = num_multiprocessors(device)
+    limit = min(MAX_SPLITS, ceil_div(context_bound, block_n))
+    fewest = max(1, min(wave // num_programs, limit))
+    if max_num_query > SHORT_QUERY:
+        fewest = 1 << (fewest.bit_length() - 1)
+        return Splits(fewest, fewest)
+    most = min(
+        limit, ceil_div(context_bound, LONGEST_SPLIT), wave // num_row_programs, MAX_WAVES * wave // num_programs
+    )
+    return Splits(fewest, next_power_of_2(max(fewest, most)))
+
+
+def fills_device(num_rows: int, num_kv_heads: int, device: torch.device) -> bool:
+    """Whether only long rows are split: `choose_splits` gives 1 as the fewest."""
+    return 2 * num_rows * num_kv_heads > num_multiprocessors(device)

@@ -9,9 +9,10 @@ matrix, token by token, so that a KV tile is read once for all of them:
 
 A program takes BLOCK_M of those rows of one sequence and one KV head, and goes through the positions
 they see, BLOCK_N at a time, with a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867;
-Dao 2023, arXiv:2307.08691). Where that gives too few programs to fill the device, the positions are
-split among several (flash-decoding) and a second kernel merges what they found. All that depends on
-lengths is read on the device: a launch depends on shapes alone and can be captured.
+Dao 2023, arXiv:2307.08691). Where that gives too few programs to fill the device, or a row is long, the
+positions are split among several (flash-decoding). What they found is merged by a second kernel, or,
+where few rows are split, by the last of them to end. All that depends on lengths is read on the device: a
+launch depends on shapes alone and can be captured.
 """
 
 import math
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.kernels.attention_tiling import choose_num_splits, choose_tiling, fixed_tiling
+from server.kernels.attention_tiling import LONGEST_SPLIT, Splits, choose_splits, choose_tiling, fixed_tiling
 from server.kernels.jit import ceil_div, jit, next_power_of_2, tl
 
 _LOG2_E = math.log2(math.e)
@@ -100,10 +101,42 @@ def _attend_tiles(
     return maximum, total, values
 
 
+@jit()
+def _merge_parts(
+    partial_ptr: tl.tensor,
+    lse_ptr: tl.tensor,
+    first: tl.tensor,
+    num_parts: int,
+    is_row: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+) -> tl.tensor:
+    """Weigh what other programs of this launch left behind `first`, in order: [BLOCK_M, BLOCK_D]."""
+    dim = tl.arange(0, BLOCK_D)
+    is_element = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    merged = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for part in range(num_parts):
+        place = first + part
+        # Not from the cache of this multiprocessor, which does not see what others write.
+        lse = tl.load(lse_ptr + place, mask=is_row, other=float("-inf"), cache_modifier=".cg")
+        pointer = partial_ptr + place[:, None] * HEAD_DIM + dim[None, :]
+        values = tl.load(pointer, mask=is_element, other=0.0, cache_modifier=".cg")
+        new_maximum = tl.maximum(maximum, lse)
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # nothing seen yet, as in _attend_tiles
+        weight, decay = tl.exp2(lse - shift), tl.exp2(maximum - shift)
+        total = total * decay + weight
+        merged = merged * decay[:, None] + values * weight[:, None]
+        maximum = new_maximum
+    return merged / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
 @jit(
     unspecialised=(
         *("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "starts_ptr"),
-        *("num_splits", "max_num_query"),
+        *("num_rows", "num_tiles", "num_splits", "fewest_splits", "max_num_query"),
     )
 )
 def _attention_kernel(
@@ -113,13 +146,17 @@ def _attention_kernel(
     sinks_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,
+    arrivals_ptr: tl.tensor,
     first_token_ptr: tl.tensor,
     num_query_ptr: tl.tensor,
     slots_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    num_rows: int,
+    num_tiles: int,
     num_splits: int,
+    fewest_splits: int,
     max_num_query: int,
     scale: float,
     softcap: float,
@@ -131,6 +168,7 @@ def _attention_kernel(
     stride_kv_head: int,
     stride_slot: int,
     stride_table: int,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -143,13 +181,18 @@ def _attention_kernel(
     HAS_STARTS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SPLIT_SPAN: tl.constexpr,
+    LONGEST: tl.constexpr,
+    IS_MERGED_HERE: tl.constexpr,
     LOG2_E: tl.constexpr,
 ) -> None:
-    """Program (tile and split, KV head, row) of the grid; see the module's docstring."""
-    kv_head, row = tl.program_id(1), tl.program_id(2)
-    split = tl.program_id(0) % num_splits
+    """Program of a tile, KV head, row and split; see the module's docstring."""
+    program = tl.program_id(0)
     # Tiles at the end of a prompt see the most: they start first.
-    tile = (tl.num_programs(0) - 1) // num_splits - tl.program_id(0) // num_splits
+    tile = num_tiles - 1 - program % num_tiles
+    kv_head = program // num_tiles % KV_HEADS
+    # The splits that only a long row uses start last: those of short rows leave while others work.
+    row = program // (num_tiles * KV_HEADS) % num_rows
+    split = program // (num_tiles * KV_HEADS) // num_rows
     num_query = tl.load(num_query_ptr + row).to(tl.int32)
     if tile * BLOCK_M >= num_query * GROUP:
         return
@@ -177,17 +220,23 @@ def _attention_kernel(
         begin = tl.maximum(begin, split * SPLIT_SPAN)
         end = tl.minimum(end, (split + 1) * SPLIT_SPAN)
     elif IS_SPLIT:
-        num_tiles = (end - begin + BLOCK_N - 1) // BLOCK_N
-        span = (num_tiles + num_splits - 1) // num_splits * BLOCK_N
+        count = (end - begin + BLOCK_N - 1) // BLOCK_N
+        wanted = tl.minimum(tl.maximum(fewest_splits, (count + LONGEST - 1) // LONGEST), num_splits)
+        span = tl.maximum((count + wanted - 1) // wanted, 1) * BLOCK_N
+        num_parts = tl.maximum((end - begin + span - 1) // span, 1)
         begin = begin + split * span
         end = tl.minimum(begin + span, end)
     if IS_SPLIT:
-        place = ((row * max_num_query + token) * (tl.num_programs(1) * GROUP) + head).to(tl.int64) * num_splits + split
-        has_nothing = begin >= end
-        if HAS_SINKS:
-            has_nothing = has_nothing & (split > 0)
+        place = ((row * max_num_query + token) * (KV_HEADS * GROUP) + head).to(tl.int64) * num_splits + split
+        if IS_MERGED_HERE:
+            has_nothing = split >= num_parts
+        else:
+            has_nothing = begin >= end
+            if HAS_SINKS:
+                has_nothing = has_nothing & (split > 0)
         if has_nothing:  # most splits of short rows: launches are cut for the longest context
-            tl.store(lse_ptr + place, float("-inf"), mask=is_row)
+            if not IS_MERGED_HERE:
+                tl.store(lse_ptr + place, float("-inf"), mask=is_row)
             return
     # Positions below `full_end` are seen by every query row. With a sink alone, a split's end is not above begin.
     full_end = begin
@@ -217,10 +266,21 @@ def _attention_kernel(
 
     total = tl.where(total == 0.0, 1.0, total)  # where nothing was seen, the maximum is minus infinity
     values = values / total[:, None]
-    if IS_SPLIT:
+    if IS_SPLIT and not IS_MERGED_HERE:
         tl.store(lse_ptr + place, maximum + tl.log2(total), mask=is_row)
         tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
     else:
+        if IS_MERGED_HERE and num_parts > 1:
+            tl.store(lse_ptr + place, maximum + tl.log2(total), mask=is_row)
+            tl.store(partial_ptr + place[:, None] * HEAD_DIM + dim[None, :], values, mask=is_element)
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            arrivals_ptr += (row * KV_HEADS + kv_head) * num_tiles + tile
+            is_last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+            is_element = (token < tl.where(is_last, num_query, 0))[:, None] & (dim < HEAD_DIM)[None, :]
+            if is_last:
+                tl.store(arrivals_ptr, 0)
+                place -= split
+                values = _merge_parts(partial_ptr, lse_ptr, place, num_parts, is_row, HEAD_DIM, BLOCK_D, BLOCK_M)
         pointer = out_ptr + (first_token + token)[:, None] * stride_out_token + head[:, None] * stride_out_head
         tl.store(pointer + dim[None, :], values.to(out_ptr.dtype.element_ty), mask=is_element)
 
@@ -295,6 +355,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     split_span: int | None = None,
     starts: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> None:
     """Attend each of N rows to its own blocks, causally; never waits for the device.
 
@@ -318,6 +379,10 @@ def paged_attention(
             batch, in its tile and in the bounds; None splits by shape and by length.
         starts: [slots] integers, the first position that is seen in each; None sees all. A token that sees nothing
             gets 0.
+        arrivals: int32, N * heads of them are enough for short queries, all zero before and after a launch. Given
+            them, the last program of a split row to end merges what they found; None takes a second launch for it,
+            which is faster where every row is split over several programs. Launches that may run at the same time
+            must not share them.
 
     Raises: ValueError, before any launch.
     Twin: reference.paged_attention.
@@ -325,6 +390,8 @@ def paged_attention(
     _check(query, layer, out, first_token, num_query, slots, positions, block_table, sinks, starts)
     if split_span is not None and (split_span <= 0 or split_span % 128):
         raise ValueError(f"split_span {split_span} is not a multiple of 128")
+    if split_span is not None and arrivals is not None:
+        raise ValueError("splits of a fixed span are merged by a second launch")
     num_rows, num_heads, head_dim = first_token.shape[0], query.shape[1], query.shape[2]
     num_kv_heads, block_size = layer.shape[1], layer.shape[2]
     if num_rows == 0 or max_num_query == 0:
@@ -337,33 +404,43 @@ def paged_attention(
         else fixed_tiling(head_dim, query.dtype)
     )
     num_tiles = ceil_div(num_tile_rows, tiling.block_m)
+    num_programs = num_tiles * num_kv_heads * num_rows
     if split_span is None:
-        num_programs = num_tiles * num_kv_heads * num_rows
-        num_splits = choose_num_splits(num_programs, max_num_query, context_bound, tiling.block_n, query.device)
+        splits = choose_splits(
+            num_programs, num_programs // num_rows, max_num_query, context_bound, tiling.block_n, query.device
+        )
     else:
         num_splits = next_power_of_2(ceil_div(context_bound, split_span))
-    is_split = num_splits > 1
+        splits = Splits(num_splits, num_splits)
+    if arrivals is not None and arrivals.numel() < num_programs:
+        raise ValueError(f"{arrivals.numel()} arrivals for {num_programs} tiles of heads and rows")
+    is_merged_here = arrivals is not None
+    is_split = splits.most > 1 or is_merged_here
     partial = lse = query  # never touched unless split
     if is_split:
-        shape = (num_rows * max_num_query, num_heads, num_splits)
+        shape = (num_rows * max_num_query, num_heads, splits.most)
         partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     scale = scaling * _LOG2_E if softcap is None else scaling * 2 * _LOG2_E / softcap
     block_d = max(16, next_power_of_2(head_dim))
-    _attention_kernel[(num_tiles * num_splits, num_kv_heads, num_rows)](
+    _attention_kernel[(num_programs * splits.most,)](
         query,
         layer,
         out,
         query if sinks is None else sinks,
         partial,
         lse,
+        slots if arrivals is None else arrivals,
         first_token,
         num_query,
         slots,
         positions,
         slots if starts is None else starts,
         block_table,
-        num_splits,
+        num_rows,
+        num_tiles,
+        splits.most,
+        splits.fewest,
         max_num_query,
         scale,
         0.0 if softcap is None else softcap * _LOG2_E,
@@ -375,6 +452,7 @@ def paged_attention(
         layer.stride(1),
         layer.stride(2),
         block_table.stride(0),
+        KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
@@ -387,13 +465,15 @@ def paged_attention(
         HAS_STARTS=starts is not None,
         IS_SPLIT=is_split,
         SPLIT_SPAN=split_span or 0,
+        LONGEST=LONGEST_SPLIT // tiling.block_n,
+        IS_MERGED_HERE=is_merged_here,
         LOG2_E=_LOG2_E,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         # Tiles with a mask and tiles without are different code, in which products and sums are fused differently.
         enable_fp_fusion=split_span is None,
     )
-    if is_split:
+    if is_split and not is_merged_here:
         _merge_kernel[(num_rows * max_num_query, num_heads)](
             partial,
             lse,
@@ -405,7 +485,7 @@ def paged_attention(
             out.stride(1),
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
-            NUM_SPLITS=num_splits,
+            NUM_SPLITS=splits.most,
             HAS_STARTS=starts is not None,
             IS_ORDERED=split_span is not None,
             enable_fp_fusion=split_span is None,

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from server.kernels import cpu_attention, jit
 from server.kernels import kv_write as triton_kv_write
 from server.kernels import paged_attention as triton_attention
+from server.kernels.attention_tiling import SHORT_QUERY, fills_device
 from server.kernels.reference import attention, attention_mask, write_kv
 from server.model.cache import cache_root
 
@@ -93,6 +94,7 @@ class AttentionStep:
     starts: Tensor | None = None
     _tables: dict[AttentionGroup, Tensor] = field(init=False, default_factory=dict)
     _masks: dict[tuple[AttentionGroup, int | None], Tensor] = field(init=False, default_factory=dict)
+    _arrivals: dict[int, Tensor] = field(init=False, default_factory=dict)
 
     def table(self, group: AttentionGroup, block_size: int) -> Tensor:
         """[num_rows, num_blocks] int64, made once per step."""
@@ -109,6 +111,16 @@ class AttentionStep:
             starts = None if self.starts is None else self.starts[self.slots[group.rows]]
             self._masks[key] = attention_mask(positions, num_positions, sliding_window, starts)
         return self._masks[key]
+
+    def arrivals(self, num_heads: int) -> Tensor:
+        """[num_rows, num_heads] int32 zeros, made once per step: each launch leaves them as it found them.
+
+        A captured step has its own, which each replay makes zero first.
+        """
+        if num_heads not in self._arrivals:
+            shape = (self.first_token.shape[0], num_heads)
+            self._arrivals[num_heads] = torch.zeros(shape, dtype=torch.int32, device=self.first_token.device)
+        return self._arrivals[num_heads]
 
 
 def bind_kv(model: PreTrainedModel, kv: Tensor) -> None:
@@ -224,6 +236,11 @@ def attend_on_cuda(
     triton_kv_write.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     for group in step.groups:
+        is_merged_at_once = (
+            split_span is None
+            and group.num_query <= SHORT_QUERY
+            and fills_device(group.num_rows, layer.shape[1], query.device)
+        )
         triton_attention.paged_attention(
             query,
             layer,
@@ -241,6 +258,7 @@ def attend_on_cuda(
             sinks=options.sinks,
             starts=step.starts,
             split_span=split_span,
+            arrivals=step.arrivals(query.shape[1]) if is_merged_at_once else None,
         )
     return output
 

@@ -48,6 +48,7 @@ def launch_all() -> None:
         (2, {"sliding_window": 9, "softcap": 2.0, "sinks": torch.zeros(4)}),
         (40, {}),
         (2, {"starts": torch.zeros(3, dtype=torch.int64)}),
+        (2, {"arrivals": torch.zeros(1, 4, dtype=torch.int32)}),
         (2, {"split_span": 256}),
         (40, {"split_span": 256, "sinks": torch.zeros(4)}),
     ]

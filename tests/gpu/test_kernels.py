@@ -17,6 +17,7 @@ from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
 from server.kernels import reference, rejection_reference
+from server.kernels.attention_tiling import Splits
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.invariant_linear import invariant_linear
 from server.kernels.invariant_mean import invariant_mean
@@ -166,12 +167,25 @@ def test_attention_equals_its_twin_and_itself(case: Case) -> None:
     assert all(torch.equal(attend(inputs, **options)[is_real], found[is_real]) for _ in range(3)), "a race"
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8, 64])
-def test_any_number_of_splits_gives_the_same(num_splits: int) -> None:
-    inputs = Case("", [(length, 1) for length in LENGTHS]).inputs()
-    with patch.object(attention_module, "choose_num_splits", lambda *_: num_splits):
-        found = attend(inputs)
-    assert relative_error(found, inputs.expected(SCALING, torch.float64)) < MAX_ERROR[torch.bfloat16]
+@pytest.mark.parametrize("fewest", [1, 2, 8, 64])
+@pytest.mark.parametrize("is_merged_at_once", [True, False])
+@pytest.mark.parametrize(
+    ("num_query", "options"), [(1, {}), (6, {}), (1, {"sinks": True, "sliding_window": 3000})], ids=str
+)
+def test_any_number_of_splits_gives_the_same(
+    num_query: int, options: dict[str, Any], is_merged_at_once: bool, fewest: int
+) -> None:
+    """And the same bits again: with arrivals given, programs wait for none and merge what others stored."""
+    inputs = Case("", [(max(num_query, length), num_query) for length in LENGTHS]).inputs()
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-2, 3, 32, device=DEVICE)}
+    arrivals = torch.zeros(len(LENGTHS), 32, dtype=torch.int32, device=DEVICE) if is_merged_at_once else None
+    with patch.object(attention_module, "choose_splits", lambda *_: Splits(fewest, max(8, fewest))):
+        found = [attend(inputs, arrivals=arrivals, **options) for _ in range(20)]
+    expected = inputs.expected(SCALING, torch.float64, **options)
+    assert relative_error(found[0], expected) < MAX_ERROR[torch.bfloat16]
+    assert all(torch.equal(again, found[0]) for again in found[1:]), "a race"
+    assert arrivals is None or not arrivals.any(), "the next launch starts from zero"
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "sliding_window": 700}], ids=str)
@@ -218,7 +232,8 @@ def test_rows_may_start_anywhere_in_their_tensors() -> None:
     assert relative_error(out, inputs.expected(SCALING, torch.float64)) < MAX_ERROR[torch.bfloat16]
 
 
-def test_a_captured_launch_follows_the_lengths() -> None:
+@pytest.mark.parametrize("is_merged_at_once", [True, False])
+def test_a_captured_launch_follows_the_lengths(is_merged_at_once: bool) -> None:
     """Captured for contexts up to 8,192; replayed for whatever the tensors say by then."""
     long, short = (Case("", [(n, 4) for n in lengths]).inputs() for lengths in ((8192, 5000, 4, 900), (33, 70, 64, 4)))
     blocks = short.block_table.shape[1]
@@ -226,9 +241,10 @@ def test_a_captured_launch_follows_the_lengths() -> None:
     short_table[:, :blocks] = short.block_table
     inputs = deepcopy(long)
     out = torch.empty_like(long.query)
-    graph = replayed(partial(attend, inputs, out))
+    arrivals = torch.zeros(4, 32, dtype=torch.int32, device=DEVICE) if is_merged_at_once else None
+    graph = replayed(partial(attend, inputs, out, arrivals=arrivals))
     graph.replay()
-    assert torch.equal(out, attend(long))
+    assert torch.equal(out, attend(long, arrivals=arrivals))
     inputs.layer[: short.layer.shape[0]] = short.layer
     inputs.query.copy_(short.query)
     inputs.block_table.copy_(short_table)

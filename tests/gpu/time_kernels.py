@@ -23,7 +23,7 @@ from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
 from server.kernels import reference, rejection_reference
-from server.kernels.attention_tiling import Tiling
+from server.kernels.attention_tiling import SHORT_QUERY, Splits, Tiling, fills_device
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
@@ -102,6 +102,9 @@ class AttentionBench:
         self.positions = torch.arange(context - num_query, context, device=DEVICE).repeat(num_rows)
         self.query = torch.randn(num_rows * num_query, self.heads, self.head_dim, dtype=DTYPE, device=DEVICE)
         self.out = torch.empty_like(self.query)
+        is_merged_at_once = num_query <= SHORT_QUERY and fills_device(num_rows, self.kv_heads, self.query.device)
+        heads = torch.zeros(num_rows, self.heads, dtype=torch.int32, device=DEVICE)
+        self.arrivals = heads if is_merged_at_once else None
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +132,7 @@ class AttentionBench:
                 context_bound=context_bound or self.context,
                 scaling=self.head_dim**-0.5,
                 split_span=split_span,
+                arrivals=None if split_span else self.arrivals,
             )
 
         return time_us([lambda i=i: call(i) for i in range(self.num_layers)])  # type: ignore[misc]
@@ -331,8 +335,8 @@ def sweep_decode() -> None:
             found = {}
             tiling = Tiling(block_m, block_n, num_warps, num_stages)
             for num_splits in (1, 2, 4, 8, 16, 32):
-                splits, tiles = forced("choose_num_splits", num_splits), forced("choose_tiling", tiling)
-                with splits, tiles, suppress(OutOfResources):  # of shared memory
+                splits = forced("choose_splits", Splits(num_splits, num_splits))
+                with splits, forced("choose_tiling", tiling), suppress(OutOfResources):  # of shared memory
                     found[num_splits] = bench.ours_us()
             times = " ".join(f"{splits}:{time:.1f}" for splits, time in found.items())
             print(f"{shape} x{num_rows} ctx {context} q {num_query} {tiling}: {times} (floor {floor:.1f})", flush=True)

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from server.kernels import attention_tiling
 from server.kernels import paged_attention as module
-from server.kernels.attention_tiling import LONG_PROGRAMS, SHORT_PROGRAMS, choose_num_splits, choose_tiling
-from server.kernels.jit import INTERPRETER_MULTIPROCESSORS
+from server.kernels.attention_tiling import MAX_SPLITS, Splits, choose_splits, choose_tiling, fills_device
 from server.kernels.paged_attention import paged_attention
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at
 
@@ -34,12 +34,19 @@ def attend(inputs: AttentionInputs, **options: Any) -> torch.Tensor:
 
 
 def check(inputs: AttentionInputs, *, num_splits: int | None = None, **options: Any) -> None:
-    forced = nullcontext() if num_splits is None else patch.object(module, "choose_num_splits", lambda *_: num_splits)
+    splits = None if num_splits is None else Splits(num_splits, num_splits)
+    forced = nullcontext() if splits is None else patch.object(module, "choose_splits", lambda *_: splits)
     with forced:
         out = attend(inputs, **options)
-    options.pop("split_span", None)
+    for name in ("split_span", "arrivals"):
+        options.pop(name, None)
     expected = inputs.expected(0.3, **options).nan_to_num(nan=UNTOUCHED)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+
+
+def arrivals_for(inputs: AttentionInputs) -> torch.Tensor:
+    rows, heads = inputs.first_token.shape[0], inputs.query.shape[1]
+    return torch.zeros(rows, heads, dtype=torch.int32, device=inputs.query.device)
 
 
 @pytest.mark.parametrize(("block_size", "num_splits"), [(16, None), (48, 1), (256, 4)])
@@ -150,6 +157,79 @@ def test_splits_beyond_the_context_add_nothing(kernel_device: str) -> None:
     assert lse.isneginf().eq(~is_live[..., 0]).all()
 
 
+@pytest.mark.parametrize(
+    ("num_query", "splits", "options"),
+    [
+        (1, Splits(1, 4), {}),
+        (5, Splits(1, 4), {"sliding_window": 100, "sinks": True}),
+        (5, Splits(2, 8), {"softcap": 0.7}),
+        (1, Splits(3, 4), {"sliding_window": 20}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_merged_at_once", [True, False])
+def test_a_row_is_split_by_its_own_length(
+    kernel_device: str, is_merged_at_once: bool, num_query: int, splits: Splits, options: dict[str, Any]
+) -> None:
+    """One long row among short ones, in pieces of 64 positions at most where there are programs for that."""
+    rows = [(33, num_query), (260, num_query), (0, 0), (5, num_query), (130, num_query)]
+    inputs = attention_inputs(rows, heads=4, kv_heads=2, head_dim=16, block_size=16, device=kernel_device, padding=1)
+    if options.get("sinks"):
+        options = {**options, "sinks": torch.linspace(-1, 2, 4, device=kernel_device)}
+    arrivals = arrivals_for(inputs) if is_merged_at_once else None
+    shorter = patch.object(module, "LONGEST_SPLIT", 64)
+    with shorter, patch.object(module, "choose_splits", lambda *_: splits):
+        for _ in range(2):
+            check(inputs, arrivals=arrivals, **options)
+            assert arrivals is None or not arrivals.any(), "the next launch starts from zero"
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "starts"),
+    [([(200, 1)], 2, None), ([(20 + 7 * i, 1 + i % 5) for i in range(12)], 2, 5), ([(130, 16)], 16, 120)],
+    ids=["one row", "many rows", "several tiles"],
+)
+def test_splits_are_merged_by_the_last_to_end(
+    kernel_device: str, rows: list[tuple[int, int]], heads: int, starts: int | None
+) -> None:
+    inputs = attention_inputs(rows, heads=heads, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
+    options: dict[str, Any] = {}
+    if starts is not None:
+        inputs, options["starts"] = starting_at(inputs, [starts * (1 + i) for i in range(len(rows))])
+    with patch.object(module, "choose_splits", lambda *_: Splits(4, 4)):
+        check(inputs, arrivals=arrivals_for(inputs), **options)
+
+
+def test_rows_of_one_part_leave_nothing_to_merge(kernel_device: str) -> None:
+    """What a row of one part finds goes straight to the output; programs of the other splits do nothing."""
+    inputs = attention_inputs(
+        [(200, 1), (64, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device
+    )
+    buffers: list[torch.Tensor] = []
+
+    def untouched(shape: tuple[int, ...], **options: Any) -> torch.Tensor:
+        buffers.append(torch.full(shape, UNTOUCHED, **options))
+        return buffers[-1]
+
+    shorter = patch.object(module, "LONGEST_SPLIT", 64)
+    splits = patch.object(module, "choose_splits", lambda *_: Splits(1, 8))
+    with shorter, splits, patch.object(torch, "empty", untouched):
+        check(inputs, arrivals=arrivals_for(inputs))
+    partial, lse = buffers
+    is_live = torch.zeros(2, 2, 8, dtype=torch.bool, device=kernel_device)
+    is_live[0, :, :4] = True  # 7 tiles of 32 positions, two to a part
+    assert lse.ne(UNTOUCHED).equal(is_live)
+    assert partial.ne(UNTOUCHED).all(-1).equal(is_live)
+
+
+def test_arrivals_that_do_not_fit_are_refused(kernel_device: str) -> None:
+    inputs = attention_inputs([(20, 1)] * 3, heads=2, kv_heads=2, head_dim=16, block_size=16, device=kernel_device)
+    with pytest.raises(ValueError, match="5 arrivals for 6"):
+        attend(inputs, arrivals=arrivals_for(inputs).flatten()[:5])
+    with pytest.raises(ValueError, match="second launch"):
+        attend(inputs, arrivals=arrivals_for(inputs), split_span=128)
+
+
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"sliding_window": 100, "sinks": True}], ids=str)
 def test_splits_of_a_fixed_span(kernel_device: str, options: dict[str, Any]) -> None:
     """Some are empty: behind a short row's end, and in front of a window."""
@@ -212,14 +292,30 @@ def test_a_span_that_does_not_hold_whole_tiles_is_refused(kernel_device: str) ->
         attend(inputs, split_span=100)
 
 
-def test_positions_are_split_until_there_are_programs_enough() -> None:
+def test_splits_give_each_multiprocessor_a_program() -> None:
+    """An H200's 132, and 8 KV heads; long rows get more, up to a wave for each and eight for all."""
     device = torch.device("cpu")
-    short, long = (n * INTERPRETER_MULTIPROCESSORS for n in (SHORT_PROGRAMS, LONG_PROGRAMS))
-    assert choose_num_splits(1, 16, 8192, 64, device) == short
-    assert choose_num_splits(1, 17, 8192, 64, device) == long
-    assert choose_num_splits(1, 1, 129, 64, device) == 2, "no split without a tile, and a power of two"
-    assert choose_num_splits(short // 2 + 1, 1, 8192, 64, device) == 1
-    assert choose_num_splits(10_000, 1, 8192, 64, device) == 1
+    with patch.object(attention_tiling, "num_multiprocessors", lambda _: 132):
+        found = {rows: choose_splits(8 * rows, 8, 1, 8192, 64, device) for rows in (1, 2, 4, 8, 16, 32, 64, 256)}
+        assert found == {
+            1: Splits(16, 16),
+            2: Splits(8, 8),
+            4: Splits(4, 8),
+            8: Splits(2, 8),
+            16: Splits(1, 8),
+            32: Splits(1, 4),
+            64: Splits(1, 2),
+            256: Splits(1, 1),
+        }
+        assert choose_splits(8, 8, 1, 129, 64, device) == Splits(3, 4), "no split without a tile"
+        assert choose_splits(128, 8, 1, 1024, 64, device) == Splits(1, 1), "no row is long enough"
+        assert choose_splits(64, 8, 5, 131_072, 64, device) == Splits(2, 16)
+        assert choose_splits(1, 1, 1, 131_072, 64, device).most == MAX_SPLITS
+        assert choose_splits(24, 24, 17, 131_072, 64, device) == Splits(4, 4), "prompts are split alike"
+        for rows in range(1, 40):
+            if fills_device(rows, 8, device):
+                assert choose_splits(8 * rows, 8, 1, 8192, 64, device).fewest == 1
+        assert [fills_device(rows, 8, device) for rows in (8, 9)] == [False, True]
 
 
 def test_tiles_are_what_a_product_of_tiles_takes() -> None:
