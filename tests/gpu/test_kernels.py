@@ -168,7 +168,7 @@ def test_attention_equals_its_twin_and_itself(case: Case) -> None:
 
 
 @pytest.mark.parametrize("fewest", [1, 2, 8, 64])
-@pytest.mark.parametrize("is_merged_at_once", [True, False])
+@pytest.mark.parametrize("is_merged_at_once", [True, False], ids=["at_once", "after"])
 @pytest.mark.parametrize(
     ("num_query", "options"), [(1, {}), (6, {}), (1, {"sinks": True, "sliding_window": 3000})], ids=str
 )
@@ -232,7 +232,7 @@ def test_rows_may_start_anywhere_in_their_tensors() -> None:
     assert relative_error(out, inputs.expected(SCALING, torch.float64)) < MAX_ERROR[torch.bfloat16]
 
 
-@pytest.mark.parametrize("is_merged_at_once", [True, False])
+@pytest.mark.parametrize("is_merged_at_once", [True, False], ids=["at_once", "after"])
 def test_a_captured_launch_follows_the_lengths(is_merged_at_once: bool) -> None:
     """Captured for contexts up to 8,192; replayed for whatever the tensors say by then."""
     long, short = (Case("", [(n, 4) for n in lengths]).inputs() for lengths in ((8192, 5000, 4, 900), (33, 70, 64, 4)))

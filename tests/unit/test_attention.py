@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -219,6 +220,19 @@ def test_the_mask_is_made_once_per_window() -> None:
     assert step.mask(group, 16, None) is step.mask(group, 16, None)
     assert step.mask(group, 16, 2)[0, 0].int().tolist() == [[0, 0, 0, 1, 1] + [0] * 11, [0, 0, 0, 0, 1, 1] + [0] * 10]
     assert torch.equal(step.mask(group, 16, None), attention_mask(positions[None], BLOCK, None))
+
+
+def test_arrivals_are_zeroed_once_per_step_and_number_of_heads() -> None:
+    """Layers leave them zero for each other; another step, which may be captured, has its own."""
+    index = torch.zeros(3, dtype=torch.int64)
+    group = AttentionGroup(0, 3, 0, 1, 6)
+    fields = rows_of(torch.ones(3, 3, dtype=torch.int64), 1)
+    step = AttentionStep(write_blocks=index, write_offsets=index, positions=index, groups=(group,), **fields)
+    arrivals = step.arrivals(HEADS)
+    assert arrivals is step.arrivals(HEADS)
+    assert (arrivals.shape, arrivals.dtype, arrivals.count_nonzero()) == ((3, HEADS), torch.int32, 0)
+    assert step.arrivals(2 * HEADS).shape == (3, 2 * HEADS)
+    assert replace(step, groups=()).arrivals(HEADS) is not arrivals
 
 
 def test_keys_in_a_narrower_type_are_widened() -> None:

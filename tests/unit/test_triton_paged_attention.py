@@ -167,7 +167,7 @@ def test_splits_beyond_the_context_add_nothing(kernel_device: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("is_merged_at_once", [True, False])
+@pytest.mark.parametrize("is_merged_at_once", [True, False], ids=["at_once", "after"])
 def test_a_row_is_split_by_its_own_length(
     kernel_device: str, is_merged_at_once: bool, num_query: int, splits: Splits, options: dict[str, Any]
 ) -> None:
