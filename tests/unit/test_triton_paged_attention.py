@@ -12,7 +12,9 @@ from server.kernels import attention_tiling
 from server.kernels import paged_attention as module
 from server.kernels.attention_tiling import MAX_SPLITS, Splits, choose_splits, choose_tiling, fills_device
 from server.kernels.paged_attention import paged_attention
+from server.model.attention import AttentionGroup, AttentionOptions, attend_by_tensors, attend_on_cuda
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at
+from tests.fakes.paged_steps import block_table, step_over
 
 UNTOUCHED = 7.0
 
@@ -220,6 +222,30 @@ def test_rows_of_one_part_leave_nothing_to_merge(kernel_device: str) -> None:
     is_live[0, :, :4] = True  # 7 tiles of 32 positions, two to a part
     assert lse.ne(UNTOUCHED).equal(is_live)
     assert partial.ne(UNTOUCHED).all(-1).equal(is_live)
+
+
+def test_the_layers_of_a_step_share_their_arrivals(kernel_device: str) -> None:
+    table = block_table(num_slots=3, num_blocks=4).to(kernel_device)
+    pieces = [(0, 9, 1), (2, 55, 1), (1, 0, 1)]
+    step = replace(step_over(pieces, table, 16), groups=(AttentionGroup(0, 3, 0, 1, 60),), starts=None)
+    layer = torch.randn(13, 2, 16, 32, device=kernel_device)
+    query, key, value = (torch.randn(3, heads, 16, device=kernel_device) for heads in (4, 2, 2))
+    options = AttentionOptions(scaling=0.3, sliding_window=None, softcap=None, sinks=None)
+    expected = attend_by_tensors(step, layer.clone(), query, key, value, options)
+    given: list[torch.Tensor] = []
+
+    def attending(*args: Any, arrivals: torch.Tensor, **options: Any) -> None:
+        given.append(arrivals)
+        paged_attention(*args, arrivals=arrivals, **options)
+
+    splits = patch.object(module, "choose_splits", lambda *_: Splits(2, 2))
+    filling = patch("server.model.attention.fills_device", lambda *_: True)
+    with splits, filling, patch.object(module, "paged_attention", attending):
+        for _ in range(2):
+            found = attend_on_cuda(step, layer, query, key, value, options)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert given[0] is given[1] is step.arrivals(4)
+    assert not given[0].any()
 
 
 def test_arrivals_that_do_not_fit_are_refused(kernel_device: str) -> None:
