@@ -145,3 +145,9 @@ def make_core(
         num_lookahead_tokens=num_lookahead_tokens,
     )
     return Core(scheduler, executor, pool, clock, scheduler_config.max_num_seqs)
+
+
+def queries(plan: StepPlan | None) -> list[tuple[int, int]]:
+    """Sequence and number of query tokens of each row."""
+    assert plan is not None
+    return [(row.seq_id, row.num_query) for row in plan.rows]
