@@ -1,6 +1,7 @@
 """What every test runs under."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ from tests.fakes.device import DEVICE
 # The same examples in each run, however slow or busy the machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # In a job in a script's background, whose processes would inherit that; some tests interrupt what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not Path("/dev/nvidiactl").exists():
     # Kernels are interpreted on the CPU. Triton reads this as it is imported, by whichever test comes first.
