@@ -152,6 +152,7 @@ def compile_head(order: EagleOrder, folder: Path) -> None:
         raise ValueError(f"the head has the tensors {tensors}, not {order.tensors}")
     any_size = torch.export.Dim.AUTO
     own = layer_tensors(body)
+    own |= {name: _alone(tensor) for name, tensor in own.items() if name.endswith("kv_blocks")}
     own_sizes = [{0: any_size} if name.endswith("kv_blocks") else {} for name in own]
     tokens, rows = torch.zeros(NUM_TOKENS, dtype=torch.int64), torch.zeros(NUM_ROWS, dtype=torch.int64)
     table = torch.zeros(NUM_SLOTS, NUM_BLOCKS, dtype=torch.int32)
@@ -163,6 +164,11 @@ def compile_head(order: EagleOrder, folder: Path) -> None:
         sizes = [dict.fromkeys(range(tensor.dim()), any_size) for tensor in others]
         example = torch.zeros(NUM_TOKENS, width, dtype=dtype), others, list(own.values())
         compile_package(_Part(body, part), example, ({0: any_size}, sizes, own_sizes), folder / f"{part}.pt2")
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same sizes and strides in memory of its own: what is written must share it with nothing, to be compiled."""
+    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).zero_()
 
 
 def _body_without_weights(head: EagleHead, target_hidden_size: int, order: EagleOrder) -> EagleBody:
