@@ -16,7 +16,7 @@ from torch import Tensor
 from proposers.base import ProposeInput
 from proposers.ngram import NgramProposer
 from server.kernels import paged_attention as attention_module
-from server.kernels import reference, rejection_reference
+from server.kernels import reference
 from server.kernels.attention_tiling import Splits
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.invariant_linear import invariant_linear
@@ -28,7 +28,6 @@ from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
 from server.kernels.truncate import truncate
-from tests.fakes.drafted_chain import assert_drawn_from, chain, generate
 from tests.fakes.drafts import draft_inputs
 from tests.fakes.kernel_inputs import AttentionInputs, attention_inputs, starting_at
 from tests.fakes.truncation import check_truncated
@@ -370,40 +369,6 @@ def test_broken_rows_do_not_hang_and_can_be_told() -> None:
     logits = torch.full((48, 1, 128_256), -torch.inf, device=DEVICE)
     truncate(logits, *rows)
     assert (logits == -torch.inf).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("drafter", ["one-hot", "full", "reduced"])
-@pytest.mark.parametrize("vocab_size", [49_152, 128_256])
-@pytest.mark.parametrize("method", Method)
-def test_verification_equals_the_twin(method: Method, vocab_size: int, drafter: str, dtype: torch.dtype) -> None:
-    inputs = draft_inputs(64, 5, vocab_size, drafter, DEVICE, dtype)
-    inputs |= {"method": method, "rates": torch.linspace(0.9, 0.3, 5, device=DEVICE)}
-    inputs["target_logits"][7] = torch.nan
-    kept, weights = verify_drafts(**inputs)
-    expected, expected_weights = rejection_reference.verify_drafts(**inputs)
-    is_same = kept == expected  # a coin may fall on a sum's last bit
-    assert is_same.sum() >= 63
-    assert kept[7] == 0 or method == Method.SYNTHETIC
-    is_same[7] = False
-    torch.testing.assert_close(weights[is_same].exp(), expected_weights[is_same].exp(), rtol=1e-3, atol=1e-6)
-    assert ((weights == -torch.inf) == (expected_weights == -torch.inf))[is_same].all()
-    again = verify_drafts(**inputs)
-    assert torch.equal(again[0], kept)
-    assert torch.equal(again[1][is_same], weights[is_same]), "a race"
-
-
-@pytest.mark.parametrize("method", [Method.STANDARD, Method.BLOCK])
-def test_verification_keeps_the_distribution(method: Method) -> None:
-    p, q = chain(1, DEVICE), chain(2, DEVICE)
-
-    def verify(*args: Tensor) -> tuple[Tensor, Tensor]:
-        kept, weights = verify_drafts(*args[:4], method, args[4])
-        return kept, weights
-
-    tokens, kept = generate(p, q, 3, 200_000, verify)
-    assert_drawn_from(p, tokens)
-    assert kept.sum() > 20_000
 
 
 @pytest.mark.parametrize("takes_last", [False, True])
