@@ -93,14 +93,15 @@ def _build_core(config: Config) -> Core:
     )
     bus = EventBus()
     num_drafts = info.num_speculative_tokens
-    policy_of = partial(make_policy, is_captured=bool(sizes))
+    writes_kv = any(getattr(each, "writes_kv", False) for each in proposers)
+    policy_of = partial(make_policy, is_captured=bool(sizes), catches_up=writes_kv)
     scheduler = Scheduler(
         config.scheduler,
         info,
         BlockPool(num_blocks),
         enable_prefix_caching=config.cache.enable_prefix_caching,
         clock=time.monotonic,
-        num_lookahead_tokens=num_drafts if any(getattr(each, "writes_kv", False) for each in proposers) else 0,
+        num_lookahead_tokens=num_drafts if writes_kv else 0,
         connector=None if connector is None else connector.scheduler,
         reads_from=() if config.kv_transfer is None else config.kv_transfer.carriers("in"),
         fails_on_bad_loads=config.kv_transfer is not None and config.kv_transfer.kv_load_failure_policy == "fail",

@@ -1,11 +1,14 @@
 """What draft policies measure: running means that forget, and the duration of steps with about so many rows."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 TRIES = 2
 """Steps of a kind after which their duration is known; the shortest of these counts."""
 _DURATION_MEMORY = 8
 """Steps after which what was measured counts for little."""
+_NUM_TYPICAL = 16
+"""Steps whose lower quartile is what a step takes."""
 _LONGEST_SAMPLE = 1.5
 """A step that takes longer than so many usual ones was held up by something else, and counts as that many."""
 
@@ -43,6 +46,26 @@ class Duration:
         else:
             sample = min(duration_s, _LONGEST_SAMPLE * self.seconds)
             self.seconds += (sample - self.seconds) / min(self.count, _DURATION_MEMORY)
+
+
+@dataclass(slots=True)
+class Typical:
+    """The lower quartile of the last steps of one kind: alike for many and few, where noise only makes steps longer."""
+
+    seconds: float = float("inf")
+    count: int = 0
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TYPICAL))
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was measured often enough."""
+        return self.count >= TRIES
+
+    def add(self, duration_s: float) -> None:
+        """Take a step in."""
+        self.count += 1
+        self._last.append(duration_s)
+        self.seconds = sorted(self._last)[len(self._last) // 4]
 
 
 def row_class(num_rows: int) -> int:

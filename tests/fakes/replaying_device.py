@@ -17,6 +17,8 @@ class ReplayingDevice:
             to verifying besides.
         catch_up_s: of a step that proposes behind one that did not.
         noise: each step takes up to so much longer or shorter.
+        held_up: steps without drafts wait for the host: their time is multiplied by 1 + a number with an exponential
+            distribution of this mean, the same for some steps on end.
     """
 
     base_s: float = 1.0
@@ -26,6 +28,7 @@ class ReplayingDevice:
     crowded_s: float = 0.0
     catch_up_s: float = 1.0
     noise: float = 0.05
+    held_up: float = 0.0
 
     def duration_s(self, allowance: Allowance, num_rows: int, *, is_behind: bool) -> float:
         """A step of so many rows; the more rows, the more drafts take, too."""
@@ -51,6 +54,8 @@ class Decoding:
         self._policy = policy
         self._device = device
         self._random = random.Random(seed)
+        self._host = random.Random(seed)  # holds up alike whatever the policy does
+        self._held_up = 0.0
         self._is_behind = self._is_begun = False
         self._under_way: deque[tuple[Allowance, int, float]] = deque()
 
@@ -63,7 +68,11 @@ class Decoding:
             allowance = self._policy.allow(num_rows)
             duration_s = self._device.duration_s(allowance, num_rows, is_behind=self._is_behind)
             duration_s *= self._random.uniform(1 - self._device.noise, 1 + self._device.noise)
-            if allowance.next_drafts or allowance.max_drafts:
+            if self._device.held_up and self._host.random() < 0.125:
+                self._held_up = self._host.expovariate(1 / self._device.held_up)
+            if not (allowance.next_drafts or allowance.max_drafts):
+                duration_s *= 1 + self._held_up
+            else:
                 self._is_behind = not allowance.next_drafts
             self._under_way.append((allowance, num_rows, duration_s))
             if len(self._under_way) > 1:

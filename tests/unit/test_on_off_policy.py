@@ -1,10 +1,23 @@
 """All drafts or none on a simulated device: never slower than off, and on soon where that pays."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 
-from server.scheduler.draft_policy import Allowance, FixedPolicy
-from server.scheduler.on_off_policy import COLD_STEPS, LOOKING_SHARE, MOST_DEBT, OnOffPolicy
-from tests.fakes.replaying_device import Decoding, ReplayingDevice, rate
+from server.scheduler.draft_policy import Allowance, DraftPolicy, FixedPolicy
+from server.scheduler.measurements import TRIES, Typical
+from server.scheduler.on_off_policy import (
+    COLD_STEPS,
+    LOOK_BASE,
+    LOOK_PER_ROW,
+    LOOKING_SHARE,
+    MOST_LOOK,
+    OnOffPolicy,
+)
+from server.scheduler.policy_choice import make_policy
+from server.speculative_config import PolicyConfig
+from tests.fakes.replaying_device import Decoded, Decoding, ReplayingDevice, rate
 
 K = 4
 NETWORK = ReplayingDevice()
@@ -15,7 +28,24 @@ DEVICES = pytest.mark.parametrize("device", [NETWORK, LOOKUP, SLOW_NETWORK], ids
 SEEDS = range(6)
 SOON = 50
 """Steps within which drafts that pay are in use."""
-NEXT_LOOK = round(MOST_DEBT / LOOKING_SHARE) + 20
+HELD_UP = {
+    rows: ReplayingDevice(row_s=0.0, verify_s=0.1, draft_s=draft_s, catch_up_s=catch_up_s, held_up=held_up)
+    for rows, draft_s, catch_up_s, held_up in ((1, 0.9, 2.5, 0.05), (8, 1.0, 2.5, 0.05), (64, 0.5, 30.0, 0.4))
+}
+"""As measured on an H200: the more rows, the more steps without drafts wait for the host, and the dearer a look."""
+
+
+def on_off(device: ReplayingDevice) -> DraftPolicy:
+    return make_policy(PolicyConfig(), K, is_captured=True, catches_up=device.catch_up_s > 0)
+
+
+def share_on(steps: Sequence[Decoded]) -> float:
+    return sum(step.num_drafts > 0 for step in steps) / len(steps)
+
+
+def first_look(num_rows: int) -> int:
+    """Steps within which it is over, for a proposer that catches up."""
+    return round((LOOK_BASE + LOOK_PER_ROW * num_rows) / LOOKING_SHARE) + SOON
 
 
 def off(device: ReplayingDevice, num_rows: int) -> float:
@@ -35,36 +65,36 @@ def test_drafts_that_are_never_right_cost_little_from_the_first_step_on(
     # Two steps of it have to be seen: of a hundred steps at three times the price those are four.
     least = 0.95 if device is SLOW_NETWORK and num_steps < 500 else 0.98
     for seed in SEEDS:
-        steps = Decoding(OnOffPolicy(K), device, seed).run(num_rows, num_steps, 0.0)
+        steps = Decoding(on_off(device), device, seed).run(num_rows, num_steps, 0.0)
         assert rate(steps) >= least * off(device, num_rows)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.45])
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_drafts_that_do_not_pay_cost_little(num_rows: int, acceptance: float) -> None:
-    rates = [rate(Decoding(OnOffPolicy(K), NETWORK, seed).run(num_rows, 511, acceptance)) for seed in SEEDS]
+    rates = [rate(Decoding(on_off(NETWORK), NETWORK, seed).run(num_rows, 511, acceptance)) for seed in SEEDS]
     assert sum(rates) / len(rates) >= 0.98 * off(NETWORK, num_rows)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 64])
 @pytest.mark.parametrize(("device", "acceptance"), [(NETWORK, 0.8), (LOOKUP, 0.5), (LOOKUP, 0.8), (SLOW_NETWORK, 0.95)])
 def test_drafts_that_pay_are_in_use_soon(device: ReplayingDevice, acceptance: float, num_rows: int) -> None:
-    rates = [rate(Decoding(OnOffPolicy(K), device, seed).run(num_rows, 400, acceptance)[SOON:]) for seed in SEEDS]
+    rates = [rate(Decoding(on_off(device), device, seed).run(num_rows, 400, acceptance)[SOON:]) for seed in SEEDS]
     assert sum(rates) / len(rates) >= 0.95 * fixed(device, num_rows, acceptance)
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
 def test_text_that_changes_is_noticed(num_rows: int) -> None:
-    decoding = Decoding(OnOffPolicy(K), NETWORK)
+    decoding = Decoding(on_off(NETWORK), NETWORK)
     decoding.run(num_rows, 100, 0.8)
     decoding.run(num_rows, SOON, 0.0)
     assert rate(decoding.run(num_rows, 300, 0.0)) >= 0.98 * off(NETWORK, num_rows)
-    decoding.run(num_rows, NEXT_LOOK, 0.9)
+    decoding.run(num_rows, first_look(num_rows), 0.9)
     assert rate(decoding.run(num_rows, 200, 0.9)) >= 0.95 * fixed(NETWORK, num_rows, 0.9)
 
 
 def test_lookups_are_noticed_soon_again() -> None:
-    decoding = Decoding(OnOffPolicy(K), LOOKUP)
+    decoding = Decoding(on_off(LOOKUP), LOOKUP)
     decoding.run(8, 300, 0.0)
     decoding.run(8, SOON, 0.8)
     assert rate(decoding.run(8, 100, 0.8)) >= 0.95 * fixed(LOOKUP, 8, 0.8)
@@ -75,18 +105,92 @@ def test_a_change_of_load_is_noticed(loads: tuple[int, ...]) -> None:
     """Drafts pay for one sequence, and do not for many; whichever is seen first."""
     used: dict[int, list[float]] = {1: [], 64: []}
     for seed in SEEDS:
-        decoding = Decoding(OnOffPolicy(K), CROWDED, seed)
+        decoding = Decoding(on_off(CROWDED), CROWDED, seed)
         for num_rows in loads:
             decoding.run(num_rows, SOON, 0.8)
-            used[num_rows].append(sum(step.num_drafts > 0 for step in decoding.run(num_rows, 200, 0.8)) / 200)
+            used[num_rows].append(share_on(decoding.run(num_rows, 200, 0.8)))
     assert sum(used[1]) / len(used[1]) >= 0.95
     assert max(used[64]) <= 0.02
 
 
 def test_rows_without_drafts_count() -> None:
     """A tenth of the requests wants drafts: what they get is not worth what the others wait."""
-    rates = [rate(Decoding(OnOffPolicy(K), NETWORK, seed).run(20, 511, 0.9, drafting=0.1)) for seed in SEEDS]
+    rates = [rate(Decoding(on_off(NETWORK), NETWORK, seed).run(20, 511, 0.9, drafting=0.1)) for seed in SEEDS]
     assert sum(rates) / len(rates) >= 0.98 * off(NETWORK, 20)
+
+
+@pytest.mark.parametrize("num_steps", [127, 511, 1016, 4088])
+@pytest.mark.parametrize("num_rows", HELD_UP)
+def test_steps_that_are_held_up_do_not_make_useless_drafts_seem_free(num_rows: int, num_steps: int) -> None:
+    """Neither from the first step on nor later; a look is paid for by the steps before it."""
+    least = 0.97 if num_rows == 64 else 0.98
+    device, ratios = HELD_UP[num_rows], []
+    for seed in SEEDS:
+        without, steps = (
+            Decoding(policy, device, seed).run(num_rows, num_steps, 0.0) for policy in (FixedPolicy(0), on_off(device))
+        )
+        ratios.append(rate(steps) / rate(without))
+        assert share_on(steps) <= 0.01 + 4 / len(steps)
+    assert min(ratios) >= least
+
+
+@pytest.mark.parametrize("num_rows", HELD_UP)
+def test_good_drafts_are_used_though_steps_are_held_up(num_rows: int) -> None:
+    device, shares, ratios = HELD_UP[num_rows], [], []
+    for seed in SEEDS:
+        decoding = Decoding(on_off(device), device, seed)
+        decoding.run(num_rows, SOON, 0.8)
+        steps = decoding.run(num_rows, 1000, 0.8)
+        shares.append(share_on(steps))
+        ratios.append(rate(steps) / fixed(device, num_rows, 0.8))
+    assert min(shares) >= 0.95
+    assert sum(ratios) / len(ratios) >= 0.95
+
+
+def test_few_steps_and_many_are_measured_alike_however_much_they_are_held_up() -> None:
+    noise = random.Random(0)
+    found: dict[int, list[float]] = {TRIES: [], 100: []}
+    for num_steps, seconds in found.items():
+        for _ in range(200):
+            duration = Typical()
+            for _ in range(num_steps):
+                duration.add(1.0 + noise.expovariate(1 / 0.4))
+            seconds.append(duration.seconds)
+    few, many = (sum(seconds) / len(seconds) for seconds in found.values())
+    assert few == pytest.approx(many, rel=0.1)
+    assert max(few, many) < 1.25  # their mean is 1.4
+
+
+def test_drafts_that_bring_nothing_are_not_used_even_if_they_take_no_time() -> None:
+    device = ReplayingDevice(verify_s=0.0, draft_s=0.0, catch_up_s=2.0)
+    for seed in SEEDS:
+        assert share_on(Decoding(on_off(device), device, seed).run(64, 1000, 0.0)) <= 0.01
+
+
+@pytest.mark.parametrize("catch_up_s", [5.0, 25.0, 100.0])
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["its own step", "the step before"])
+def test_the_whole_of_a_look_is_paid_for(catch_up_s: float, is_delayed: bool) -> None:
+    """Also if launching what is caught up with holds up the step that is under way."""
+
+    class Delayed(OnOffPolicy):
+        """What catching up takes is a part of the step before."""
+
+        newest: Allowance
+
+        def allow(self, num_rows: int) -> Allowance:
+            self.newest = super().allow(num_rows)
+            return self.newest
+
+        def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
+            if is_delayed and self.newest.next_drafts > self.newest.max_drafts:
+                duration_s += catch_up_s
+            super().settle_step(allowance, num_rows, duration_s)
+
+    device = ReplayingDevice(row_s=0.0, catch_up_s=0.0 if is_delayed else catch_up_s)
+    steps = Decoding(Delayed(K), device).run(64, first_look(64) + round(MOST_LOOK / LOOKING_SHARE) + SOON, 0.0)
+    looks = [i for i in range(COLD_STEPS, len(steps)) if steps[i].num_drafts and not steps[i - 1].num_drafts]
+    assert looks[1] - looks[0] >= 0.95 * min(catch_up_s, MOST_LOOK) / LOOKING_SHARE
+    assert looks[1] - looks[0] <= (catch_up_s + 4.0) / LOOKING_SHARE
 
 
 @pytest.mark.parametrize("paused", [0, K])
