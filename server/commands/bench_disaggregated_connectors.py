@@ -16,7 +16,8 @@ from server.commands.bench_disaggregated_process import LoggedProcess, free_port
 from server.errors import ConfigError
 
 _PACKAGES: Mapping[str, str] = {"lmcache": "lmcache", "nixl": "nixl"}
-_LMCACHE_GB = 1
+_LMCACHE_GB = 4
+"""More than the turns of a transfer fill: while it evicts, it keeps nothing."""
 _SHARED_MEMORY = Path("/dev/shm")
 _START_TIMEOUT_S = 120.0
 _POLL_S = 0.2
