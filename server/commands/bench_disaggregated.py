@@ -5,8 +5,8 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from server.commands.bench_output import check_output, write_report
 from server.commands.bench_settings import given_settings, resolve_compiled
 from server.commands.call_errors import one_line_errors
 from server.config_sources import ResolvedConfig
-from server.errors import ConfigError
+from server.errors import ConfigError, OutriderError
 from server.kv_transfer_config import KV_TRANSFER_CONFIG
 
 _LIBRARIES = ("torch", "transformers", "grpcio", "xxhash", "lmcache", "nixl")
@@ -58,7 +58,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the servers of each part, measure, print tables; write the JSON.
 
-    What is interrupted, or fails, prints and writes what it has.
+    What is interrupted, or fails, prints and writes what it has. A connector that fails is left out of what is measured
+    of each, and the exit code is 1.
 
     Raises: ConfigError for settings that do not go together; OutriderError if a server does not start or answer.
     """
@@ -99,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
                 bench.ttft(connectors)
             if "transfer" in args.parts:
                 bench.transfer(connectors)
-            report["is_complete"] = True
+            report["is_complete"] = not bench.failures
         finally:
             write_report(report, args.output)
-    return 0
+    return 1 if bench.failures else 0
 
 
 def _resolved(settings: Mapping[str, object], load: Load) -> ResolvedConfig:
@@ -123,7 +124,8 @@ class _Bench:
     def __init__(
         self, starter: Starter, load: Load, cores: Cores, folder: Path, storage: Path, report: dict[str, Any]
     ) -> None:
-        """Args: report: each part adds what it has measured under its name."""
+        """Args: report: each part adds what it has measured under its name, and all of them what has failed."""
+        self.failures: list[str] = report.setdefault("failures", [])
         self._starter = starter
         self._load = load
         self._cores = cores
@@ -155,7 +157,7 @@ class _Bench:
         for name in connectors:
             timed: list[Timed] = []
             try:
-                with self._set_up(name) as setup:
+                with self._going_on(f"TTFT, {name}"), self._set_up(name) as setup:
                     asyncio.run(
                         measure_ttft(self._starter, self._load, self._cores, setup, self._blocks, self._say, timed)
                     )
@@ -170,15 +172,25 @@ class _Bench:
         print(TRANSFER_HEADING, flush=True)
         for name in connectors:
             for block_kib in self._load.block_kib:
-                self._say(f"transfer, {name}, blocks of {block_kib} KiB")
+                what = f"transfer, {name}, blocks of {block_kib} KiB"
+                self._say(what)
                 found: Timings = {}
                 try:
-                    with self._set_up(name) as setup:
+                    with self._going_on(what), self._set_up(name) as setup:
                         measure_transfer(self._load, self._cores, setup, block_kib, self._folder, found)
                 finally:
                     if found:
                         cells.append(transfer_report(name, block_kib, found))
                         print("\n".join(transfer_lines(cells[-1])), flush=True)
+
+    @contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """What fails of one connector keeps no other one from being measured."""
+        try:
+            yield
+        except OutriderError as error:
+            self.failures.append(f"{what}: {error}")
+            print(f"outrider: {self.failures[-1]}", file=sys.stderr, flush=True)
 
     @cached_property
     def _blocks(self) -> BlockShape:

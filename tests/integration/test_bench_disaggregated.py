@@ -12,10 +12,11 @@ from clients.measurements import Measurements
 from clients.mixed_load import MixedResult
 from server.cli import EXIT_INTERRUPTED, main
 from server.commands import bench_disaggregated
+from server.commands.bench_disaggregated_connectors import Setup
 from server.commands.bench_disaggregated_frontier import SHARED, Turn
 from server.commands.bench_disaggregated_load import LONG, STREAM
 from server.commands.bench_disaggregated_node import Starter
-from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing
+from server.commands.bench_disaggregated_transfer import COPY, PLAIN, Timing, Timings
 from server.errors import OutriderError
 from tests.tiny_model import build_tiny_model
 
@@ -113,6 +114,26 @@ def test_what_is_interrupted_tells_what_it_has(
     report = json.loads(output.read_text(encoding="utf-8"))
     assert not report["is_complete"]
     assert report["transfer"][0]["ways"]["load"]["gb_per_s"]["all"] == [2.0, 2.0]
+
+
+@needs_two_cores
+def test_a_connector_that_fails_leaves_the_others_to_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(load: object, cores: object, setup: Setup, block_kib: int, folder: Path, found: Timings) -> None:
+        if setup.name == "tcp":
+            raise OutriderError("252 of 256 blocks were found")
+        found[COPY] = found["load"] = [Timing(10**9, 0.1, 0.0, 0.1)] * 2
+
+    monkeypatch.setattr(bench_disaggregated, "measure_transfer", measured)
+    output = tmp_path / "report.json"
+    arguments = "--parts", "transfer", "--connectors", "tcp,memory", "--block-kib", "64", "--output", str(output)
+    assert bench(*arguments) == 1
+    report = json.loads(output.read_text(encoding="utf-8"))
+    assert report["failures"] == ["transfer, tcp, blocks of 64 KiB: 252 of 256 blocks were found"]
+    assert not report["is_complete"]
+    assert [cell["connector"] for cell in report["transfer"]] == ["memory"]
+    assert f"outrider: {report['failures'][0]}" in capsys.readouterr().err
 
 
 @needs_two_cores
