@@ -1,7 +1,7 @@
 """Prompts with transformers' own greedy answers, and engines compared with them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +50,23 @@ def ask_transformers(
     chosen: Sequence[int],
     kv_dtype: torch.dtype = torch.float32,
     tie_gap: float = TIE_GAP,
+    guess: Callable[[list[list[int]], list[int]], list[list[int]]] | None = None,
 ) -> Oracle:
-    """An oracle in float32 for the prompts of these numbers; kv_dtype: of what it keeps between tokens."""
+    """An oracle in float32 for the prompts of these numbers.
+
+    Args:
+        kv_dtype: of what it keeps between tokens.
+        guess: answers to prompts, of so many tokens each, that are likely to be right; large models are far quicker
+            to confirm than to generate from. They are not taken on trust.
+    """
     everything = load_prompts(AutoTokenizer.from_pretrained(folder), limit)
     prompts = [everything[number] for number in chosen]
     reference = Reference(folder, device, kv_dtype=kv_dtype)
-    answers = [reference.greedy(prompt, min(max_tokens, limit - len(prompt))) for prompt in prompts]
+    lengths = [min(max_tokens, limit - len(prompt)) for prompt in prompts]
+    if guess is None:
+        answers = [reference.greedy(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    else:
+        assert kv_dtype == torch.float32, "nothing is rounded between the tokens of one pass"
+        guesses = guess(prompts, lengths)
+        answers = [reference.confirm(prompt, guessed) for prompt, guessed in zip(prompts, guesses, strict=True)]
     return Oracle(folder, limit, max_tokens, prompts, answers, ForkCounter(tie_gap))

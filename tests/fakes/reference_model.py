@@ -1,5 +1,7 @@
 """transformers itself, as the oracle of what a model says."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +64,21 @@ class Reference:
         if key not in self._answers:
             self._answers[key] = self._generate(*key)
         return self._answers[key]
+
+    def confirm(self, prompt: Sequence[int], guess: Sequence[int]) -> Greedy:
+        """The greedy answer, of as many tokens as a guess at it has: by one pass as far as that is right.
+
+        Keys and values are of the model's own type.
+        """
+        logits = self.logits([*prompt, *guess[:-1]])[len(prompt) - 1 :]
+        best_two = logits.topk(2, dim=-1)
+        token_ids, gaps = best_two.indices[:, 0].tolist(), (best_two.values[:, 0] - best_two.values[:, 1]).tolist()
+        num_known = 1 + sum(itertools.takewhile(bool, map(operator.eq, token_ids[:-1], guess)))
+        known = Greedy(token_ids[:num_known], gaps[:num_known])
+        if num_known == len(guess):
+            return known
+        rest = self.greedy([*prompt, *known.token_ids], len(guess) - num_known)
+        return Greedy(known.token_ids + rest.token_ids, known.gaps + rest.gaps)
 
     @torch.inference_mode()
     def _generate(self, prompt: tuple[int, ...], max_tokens: int, eos_token_id: int | None) -> Greedy:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.oracle import Oracle, ask_transformers
+from tests.fakes.reference_model import TIE_GAP, Reference
 from tests.fakes.scripted_proposer import ScriptedProposer
 from tests.tiny_model import build_tiny_model
 
@@ -89,6 +90,16 @@ def test_drafts_that_are_mostly_right(tiny: Oracle, device_name: str, k: int, de
         statistics = engine.statistics()
         accepted, drafted = statistics.accepted_tokens_per_position, statistics.draft_tokens_per_position
         assert all(0 < a < d for a, d in zip(accepted, drafted, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 5, 11])
+def test_the_oracle_takes_no_guess_on_trust(tiny: Oracle, device_name: str, wrong: int | None) -> None:
+    reference, prompt = Reference(tiny.folder, device_name), tiny.prompts[1]
+    right = reference.greedy(prompt, 12)
+    guess = [token_id if i != wrong else token_id - 1 for i, token_id in enumerate(right.token_ids)]
+    found = reference.confirm(prompt, guess)
+    assert found.token_ids == right.token_ids
+    assert found.gaps == pytest.approx(right.gaps, abs=TIE_GAP)
 
 
 def test_alone(tiny: Oracle, device_name: str) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from server.errors import ModelError
 from server.model.resolve import pull
+from server.request import SamplingParams
 from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.oracle import Oracle, ask_transformers
 
@@ -15,12 +16,25 @@ BLOCK_NBYTES = 30 * 3 * 2 * 64 * 4 * 16  # layers, KV heads, K and V, head size,
 QUICK_PROMPTS = (12, 24)
 
 
-def oracle_for(device: str, chosen: tuple[int, ...], max_tokens: int) -> Oracle:
+def oracle_for(device: str, chosen: tuple[int, ...], max_tokens: int, *, num_threads: int = 1) -> Oracle:
     try:
         folder = pull("smollm2-135m")
     except ModelError as error:
         pytest.skip(f"no default model here: {error}")
-    return ask_transformers(folder, device, limit=LIMIT, max_tokens=max_tokens, chosen=chosen)
+
+    def guess(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+        params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+        with engine_on(
+            folder,
+            device,
+            num_threads=num_threads,
+            max_model_len=LIMIT,
+            max_num_seqs=16,
+            kv_cache_memory_bytes=256 << 20,
+        ) as engine:
+            return [outcome.only.token_ids for outcome in engine.generate(prompts, params)]
+
+    return ask_transformers(folder, device, limit=LIMIT, max_tokens=max_tokens, chosen=chosen, guess=guess)
 
 
 def test_a_few_prompts_with_drafts_accepted(device_name: str) -> None:
@@ -41,7 +55,7 @@ def test_a_few_prompts_with_drafts_accepted(device_name: str) -> None:
 @pytest.fixture(scope="module")
 def oracle(device_name: str) -> Oracle:
     torch.set_num_threads(2)
-    return oracle_for(device_name, tuple(range(50)), 48)
+    return oracle_for(device_name, tuple(range(50)), 48, num_threads=2)
 
 
 @pytest.mark.full
