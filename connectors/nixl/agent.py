@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from connectors.nixl.transports import with_device_memory
+
 POLL_S = 0.001
 """How often it is looked after while blocks are read, here or by others; NIXL's own thread for that never sleeps."""
 IDLE_POLL_S = 1.0
@@ -139,8 +141,9 @@ class NixlAgent:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         # UCX reads its settings from the environment alone, whenever an agent is made.
-        if self._transports is not None:
-            os.environ["UCX_TLS"] = self._transports
+        transports = self._transports or os.environ.get("UCX_TLS")
+        if transports is not None:
+            os.environ["UCX_TLS"] = with_device_memory(transports)
         if self._net_devices is not None:
             os.environ["UCX_NET_DEVICES"] = self._net_devices
         os.environ.setdefault("UCX_NET_DEVICES", "lo")  # else it listens everywhere

@@ -14,6 +14,7 @@ from connectors.nixl.agent import NixlAgent, NixlFailed
 from connectors.nixl.blocks import NixlBlocks
 from connectors.nixl.link import NixlLink
 from connectors.nixl.server import NixlServer, NixlServicer
+from connectors.nixl.transports import checked_transports
 from connectors.peer.address import AllowedPeers, PeerAddress
 from connectors.peer.config import PeerConfig
 from connectors.peer.connector import peer_connector
@@ -25,14 +26,6 @@ from server.errors import ConfigError
 from server.kv_handle import KVHandle
 
 _ANY = ("0.0.0.0", "::")
-
-
-def _checked(transports: str) -> str:
-    """TCP alone connects any two agents, and notices when one of them is gone. Raises: ValueError."""
-    names = transports.removeprefix("^").split(",")
-    if transports.startswith("^") == ("tcp" in names) and "all" not in names:
-        raise ValueError("must leave tcp in")
-    return transports
 
 
 class NixlConfig(PeerConfig):
@@ -53,11 +46,12 @@ class NixlConfig(PeerConfig):
         description="network devices that KV goes over, as UCX names them, such as mlx5_0:1 or eth0; without it, what "
         "UCX_NET_DEVICES says, and lo alone if that is not set",
     )
-    transports: Annotated[str, AfterValidator(_checked)] | None = Field(
+    transports: Annotated[str, AfterValidator(checked_transports)] | None = Field(
         default=None,
         min_length=1,
-        description="UCX's transports, such as tcp,rc,cuda; tcp has to be one of them; without it, what UCX_TLS says, "
-        "and all if that is not set",
+        description="UCX's transports, such as tcp,rc,cuda; tcp has to be one of them, and cuda_copy is added where "
+        "there are NVIDIA GPUs and neither that nor cuda is named; without it, what UCX_TLS says, and all if that is "
+        "not set",
     )
     num_threads: int = Field(default=2, ge=1, le=64, description="loads at a time from one other node")
     staging_bytes: ByteCount = Field(
@@ -71,7 +65,7 @@ class NixlConfig(PeerConfig):
         if importlib.util.find_spec("nixl") is None:
             raise ConfigError("kv_connector nixl needs NIXL, which is not installed: pip install 'outrider[nixl]'")
         try:
-            _checked(self.transports or os.environ.get("UCX_TLS", "all"))
+            checked_transports(self.transports or os.environ.get("UCX_TLS", "all"))
         except ValueError as error:
             raise ConfigError(f"environment variable UCX_TLS: {error}") from error
         return peer_connector(self, context, NixlTransport(self, context))

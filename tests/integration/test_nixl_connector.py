@@ -1,21 +1,26 @@
 """KV between nodes by NIXL: agents that read each other's memory, most of them in processes of their own."""
 
+import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from connectors.nixl.agent import NixlAgent
 from connectors.nixl.blocks import NixlBlocks
 from connectors.nixl.connector import NixlConfig
 from connectors.nixl.session import NixlSession
+from connectors.nixl.transports import with_device_memory
 from connectors.peer.leases import LeaseTable
 from server.errors import ConfigError
 from tests.fakes.kv_node import KVNode
@@ -331,6 +336,20 @@ def test_what_ucx_is_told() -> None:
     with pytest.raises(ConfigError, match="must leave tcp in"):
         NixlConfig(transports="^tcp")
     assert [NixlConfig(transports=names).transports for names in ("all", "rc,tcp", "^cma")] == ["all", "rc,tcp", "^cma"]
+
+
+@pytest.mark.parametrize("named", ["tcp", None])
+def test_ucx_is_told_of_device_memory(named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL starts on a machine with a GPU, whether the transports are ours or the environment's."""
+    gpu = tmp_path / "0000:01:00.0"
+    gpu.mkdir()
+    (gpu / "vendor").write_text("0x10de")
+    (gpu / "class").write_text("0x030200")
+    monkeypatch.setenv("UCX_TLS", "all" if named else "tcp")
+    with patch("connectors.nixl.agent.with_device_memory", partial(with_device_memory, pci_devices=tmp_path)):
+        agent = NixlAgent(net_devices=None, transports=named, device=torch.device("cpu"))
+    agent.close(1.0)
+    assert os.environ["UCX_TLS"] == "tcp,cuda_copy"
 
 
 def test_without_nixl_the_error_says_what_to_install(nodes: ExitStack) -> None:
