@@ -128,7 +128,8 @@ def _merge_parts(
     unspecialised=(
         *("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "starts_ptr"),
         *("num_rows", "num_tiles", "num_splits", "fewest_splits", "max_num_query"),
-    )
+    ),
+    is_slow_to_compile=True,
 )
 def attention_kernel(
     query_ptr: tl.tensor,
@@ -276,7 +277,7 @@ def attention_kernel(
         tl.store(pointer + dim[None, :], values.to(out_ptr.dtype.element_ty), mask=is_element)
 
 
-@jit(unspecialised=("first_token_ptr", "num_query_ptr", "max_num_query"))
+@jit(unspecialised=("first_token_ptr", "num_query_ptr", "max_num_query"), is_slow_to_compile=True)
 def merge_kernel(
     partial_ptr: tl.tensor,
     lse_ptr: tl.tensor,

@@ -4,7 +4,10 @@ Where there is no Triton, `tl` stands in for what the definition of a kernel tou
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ except ModuleNotFoundError:  # no wheel for this platform
 
 INTERPRETER_MULTIPROCESSORS = 2
 """What is assumed where the interpreter runs: few, so that small tests are split."""
+_is_rehearsing: ContextVar[bool] = ContextVar("is_rehearsing", default=False)
 
 
 def is_available(device: torch.device) -> bool:
@@ -28,21 +32,48 @@ def is_available(device: torch.device) -> bool:
     return device.type == "cuda" and triton is not None
 
 
-def jit(*, unspecialised: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+def jit(*, unspecialised: Sequence[str] = (), is_slow_to_compile: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function as a kernel, or as a part of one, at its first launch.
 
-    Args: unspecialised: arguments that change from step to step. Triton compiles anew for an integer that
-        becomes 1 or a multiple of 16, and for a pointer that is no longer aligned to 16 bytes; a step
-        must not wait for that.
+    Args:
+        unspecialised: arguments that change from step to step. Triton compiles anew for an integer that
+            becomes 1 or a multiple of 16, and for a pointer that is no longer aligned to 16 bytes; a step
+            must not wait for that.
+        is_slow_to_compile: that it is only compiled in rehearsals; it writes floats and nothing else.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
         if triton is None:
             return function
         names = list(unspecialised)
-        return triton.jit(function, do_not_specialize=names, do_not_specialize_on_alignment=names)
+        options = {"do_not_specialize": names, "do_not_specialize_on_alignment": names}
+        if is_slow_to_compile and not triton.knobs.runtime.interpret:
+            return _rehearsed_kernel(function, options)
+        return triton.jit(function, **options)
 
     return decorate
+
+
+def _rehearsed_kernel(function: Callable[..., Any], options: dict[str, list[str]]) -> Any:
+    class RehearsedKernel(triton.JITFunction):  # type: ignore[misc]  # Triton is not typed
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return super().run(*args, grid=grid, warmup=warmup or _is_rehearsing.get(), **options)
+
+    return RehearsedKernel(function, **options)
+
+
+@contextmanager
+def rehearsing(num_threads: int) -> Iterator[None]:
+    """Compile kernels side by side: those that are slow to compile are not run meanwhile, and leave anything behind.
+
+    At the end all of them are compiled. What is launched by other threads is not affected.
+    """
+    with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+        before = _is_rehearsing.set(True)
+        try:
+            yield
+        finally:
+            _is_rehearsing.reset(before)
 
 
 def ceil_div(value: int, divisor: int) -> int:

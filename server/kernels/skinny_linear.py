@@ -85,7 +85,7 @@ def _num_splits(num_in: int, num_rows: int, num_programs: int) -> int:
     return num_splits if is_even and num_tiles * num_splits >= FULL * num_programs else 0
 
 
-@jit(unspecialised=("num_tokens",))
+@jit(unspecialised=("num_tokens",), is_slow_to_compile=True)
 def _skinny_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,

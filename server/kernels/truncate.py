@@ -201,7 +201,7 @@ def _survey_kernel(
         tl.store(mass_ptr + place, tl.sum(tl.exp(tl.minimum(values - base[None, :], 0.0)), 0))
 
 
-@jit(unspecialised=("slots_ptr", "num_positions"))
+@jit(unspecialised=("slots_ptr", "num_positions"), is_slow_to_compile=True)
 def _search_kernel(
     logits_ptr: tl.tensor,
     slots_ptr: tl.tensor,

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.errors import ModelError
+from server.host import cpu_count
 from server.kernels import jit
 from server.kernels.token_mask import mask_tokens
 from server.model.attention import AttentionGroup, AttentionStep
@@ -17,6 +18,8 @@ from server.request import Request, SamplingParams
 from server.worker.runner import Runner
 
 PROMPT_LEN = 4
+MAX_COMPILERS = 8
+"""Kernels that are compiled side by side; each takes a core."""
 
 
 def warm_up(
@@ -32,6 +35,10 @@ def warm_up(
 
     Raises: ModelError if the model yields NaN here, or transforms its logits in an unknown way.
     """
+    has_kernels = jit.is_available(runner.kv.device)
+    if has_kernels:
+        with jit.rehearsing(min(MAX_COMPILERS, cpu_count())):
+            _load_kernels(runner, longest_chunk)
     greedy = SamplingParams(temperature=0)
     block_size = runner.kv.shape[3]
     for num_query, context in ((PROMPT_LEN, PROMPT_LEN), (1, PROMPT_LEN + 1)):
@@ -40,8 +47,8 @@ def warm_up(
         if error is not None:
             raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
     _check_head(model, head, runner.kv)
-    if jit.is_available(runner.kv.device):
-        _load_kernels(runner, longest_chunk)
+    if has_kernels:
+        _load_kernels(runner, longest_chunk)  # once more, for those that were only compiled
         _load_mask_kernel(head.vocab_size, runner.kv.device)
     if capture_sizes:
         runner.capture(capture_sizes)

@@ -48,3 +48,21 @@ def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eage
             outcomes = engine.generate(wave, params, arrivals=rng)
             assert all(outcome.error is None for outcome in outcomes)
     assert compiled == []
+
+
+def test_most_of_attention_is_compiled_in_a_rehearsal(tmp_path: Path) -> None:
+    from triton import knobs
+
+    was_rehearsed: list[bool] = []
+
+    def note(**event: Any) -> None:
+        if "attention_kernel" in event["repr"]:
+            was_rehearsed.append(event["is_manual_warmup"])
+
+    settings: dict[str, Any] = {"block_size": 48, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}
+    with (
+        patch.object(knobs.runtime, "jit_post_compile_hook", note),
+        engine_on(build_tiny_model(tmp_path), "cuda", **settings),
+    ):
+        pass
+    assert sum(was_rehearsed) > len(was_rehearsed) / 2, "no other test has blocks of this size"
