@@ -50,7 +50,7 @@ class Drafting:
         """A step begins; the batch knows of its starts. Returns: what is done with it of earlier steps."""
         if not self._followers:
             return CaughtUp(0, NO_DRAFTS)
-        span = begin_span(self._batch.num_tokens.device)
+        span = begin_span(self._batch.num_tokens.device) if is_followed else NO_DRAFTS  # or nothing is caught up with
         for start in starts:
             self._num_tokens[start.slot] = len(start.token_ids)
             self._num_computed[start.slot] = start.num_computed

@@ -96,7 +96,8 @@ def measure(
     scheduler.schedule, scheduler.update, runner.launch = (  # type: ignore[method-assign]
         watch.watch(name, function) for name, function in zip(("schedule", "update", "launch"), originals, strict=True)
     )
-    settle = runner.settle
+    settle, replay = runner.settle, runner._replay
+    runner._replay = watch.watch("replay", replay)  # type: ignore[method-assign]
 
     def settled(handle: Any) -> Any:
         handle.flight.results()  # what waits for the device is not the host's work
@@ -108,10 +109,11 @@ def measure(
         assert step() is not None
     torch.cuda.synchronize()
     scheduler.schedule, scheduler.update, runner.launch = originals  # type: ignore[method-assign]
-    runner.settle = settle  # type: ignore[method-assign]
+    runner.settle, runner._replay = settle, replay  # type: ignore[method-assign]
+    replaying = f", of it replaying {watch.both('replay')}" if watch.times["replay"] else ""
     print(
         f"batch {batch:3}: step {watch.quantile(50, 'step') / 1e3:7.3f} ms; host {watch.both('launch', 'settle')} us, "
-        f"launch {watch.both('launch')}, settle {watch.both('settle')}; "
+        f"launch {watch.both('launch')}{replaying}, settle {watch.both('settle')}; "
         f"scheduler {watch.both('schedule', 'update')} us{segments(stepping, batch)}",
         flush=True,
     )
