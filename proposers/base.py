@@ -215,6 +215,10 @@ class HostProposer(ABC):
     Its drafts go to the device with the next step, so a sequence it drafts for waits until its step has settled,
     whatever the pipeline depth. Other sequences do not wait. Each is known by its slot; what raises ends drafting
     for that slot until it is started anew.
+
+    Every sequence that may be drafted for is told of, whether drafts are wanted or not: `start` and `extend` should do
+    no more than note what they get. With a step that drafts are wanted from, all its sequences are extended first;
+    then each is proposed for, once at most. That is the place for work on what was noted, in pieces if it is much.
     """
 
     @property

@@ -38,8 +38,9 @@ class RankedDraft(NamedTuple):
 class HostDrafting:
     """The host proposers with the batch; owned by the runner.
 
-    Settled tokens go to each of them. A sequence's drafts come from the first that has some, and go behind its known
-    tokens unless a proposer on the device that ranks before it has put some there.
+    Settled tokens go to each of them, whether drafts are wanted or not; who is not asked for drafts is to do no more
+    than note them. A sequence's drafts come from the first that has some, and go behind its known tokens unless a
+    proposer on the device that ranks before it has put some there.
 
     Attributes:
         pending: by slot, what is staged with the sequence's next row.
@@ -52,7 +53,7 @@ class HostDrafting:
         self._vocab_size = vocab_size
         self._width = max(member.num_speculative_tokens for _, member in members)
         self._max_drafts: dict[int, int] = {}
-        self._failed: set[tuple[int, int]] = set()
+        self._drafting: dict[int, tuple[tuple[int, HostProposer], ...]] = {}  # by slot, those that have not failed
         self.pending: dict[int, RankedDraft] = {}
         self._offsets = torch.arange(self._width, device=batch.num_tokens.device)
         self._spent_s = 0.0
@@ -62,16 +63,17 @@ class HostDrafting:
         slot = start.slot
         self.pending.pop(slot, None)
         self._max_drafts[slot] = start.num_speculative_tokens
+        self._drafting[slot] = ()
         if start.num_speculative_tokens == 0:
             return
         began_s = time.perf_counter()
+        self._drafting[slot] = tuple(self._members)
         text = SequenceText(start.token_ids, start.num_prompt, start.request.cache_salt)
         for rank, member in self._members:
-            self._failed.discard((rank, slot))
             try:
                 member.start(slot, text)
             except Exception as error:
-                self._note_failure(rank, member, slot, error)
+                self._drop(rank, member, slot, error)
         self._spent_s += time.perf_counter() - began_s
 
     def advance(self, rows: Sequence[PlanRow], result: StepResult, *, proposes: bool) -> StepResult:
@@ -81,44 +83,56 @@ class HostDrafting:
         Returns: the result, with at least as many next drafts as there are, and what making them took.
         """
         began_s = time.perf_counter()
-        pairs = zip(rows, result.rows, strict=True)
-        advanced = tuple([self._advance_row(*pair, proposes=proposes) for pair in pairs])
-        told = [row.slot for row, settled in zip(rows, result.rows, strict=True) if settled.token_ids]
-        if not any(self._max_drafts[slot] for slot in told):
-            return replace(result, rows=advanced)
-        spent_s, self._spent_s = self._spent_s + time.perf_counter() - began_s, 0.0
-        return replace(result, rows=advanced, draft_s=result.draft_s + spent_s if proposes else result.draft_s)
-
-    def _advance_row(self, row: PlanRow, result: RowResult, *, proposes: bool) -> RowResult:
-        slot = row.slot
-        max_drafts = self._max_drafts[slot]
-        if max_drafts == 0 or not result.token_ids:
+        if not self._tell(rows, result.rows):
             return result
-        drafts: Sequence[int] = ()
-        for rank, member in self._members:
-            if (rank, slot) in self._failed:
+        spent_s, self._spent_s = self._spent_s, 0.0
+        if not proposes:
+            return result
+        advanced = tuple(map(self._draft, rows, result.rows))
+        return replace(result, rows=advanced, draft_s=result.draft_s + spent_s + time.perf_counter() - began_s)
+
+    def _tell(self, rows: Sequence[PlanRow], settled: Sequence[RowResult]) -> bool:
+        """All tokens of a step, before the first draft behind it. Returns: whether anybody is drafted for."""
+        drafting, pending, has_told = self._drafting, self.pending, False
+        for row, result in zip(rows, settled, strict=True):
+            slot, token_ids = row.slot, result.token_ids
+            if not token_ids:
                 continue
-            try:
-                member.extend(slot, result.token_ids)
-                if proposes and not drafts:
-                    drafts = self._usable(member, member.propose(slot, max_drafts), max_drafts)
-                    self.pending[slot] = RankedDraft(drafts, rank)
-            except Exception as error:
-                self._note_failure(rank, member, slot, error)
-        if not drafts:
-            self.pending.pop(slot, None)
+            if pending:
+                pending.pop(slot, None)
+            for rank, member in drafting[slot]:
+                has_told = True
+                try:
+                    member.extend(slot, token_ids)
+                except Exception as error:
+                    self._drop(rank, member, slot, error)
+        return has_told
+
+    def _draft(self, row: PlanRow, result: RowResult) -> RowResult:
+        if not result.token_ids:
             return result
-        return result._replace(num_next_drafts=max(result.num_next_drafts, len(drafts)))
+        slot, most = row.slot, self._max_drafts[row.slot]
+        for rank, member in self._drafting[slot]:
+            try:
+                drafts = self._usable(member.propose(slot, most), min(most, member.num_speculative_tokens))
+            except Exception as error:
+                self._drop(rank, member, slot, error)
+                continue
+            if drafts:
+                self.pending[slot] = RankedDraft(drafts, rank)
+                return result._replace(num_next_drafts=max(result.num_next_drafts, len(drafts)))
+        return result
 
-    def _usable(self, member: HostProposer, drafts: Sequence[int], max_drafts: int) -> Sequence[int]:
-        """The drafts up to the first that no model has an embedding for."""
-        limit = min(max_drafts, member.num_speculative_tokens)
-        outside = [i for i, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size]
-        return drafts[: min([limit, *outside])]
+    def _usable(self, drafts: Sequence[int], limit: int) -> Sequence[int]:
+        """So many drafts, up to the first that no model has an embedding for."""
+        drafts = drafts[:limit]
+        if not drafts or (min(drafts) >= 0 and max(drafts) < self._vocab_size):
+            return drafts
+        return drafts[: next(i for i, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size)]
 
-    def _note_failure(self, rank: int, member: HostProposer, slot: int, error: Exception) -> None:
+    def _drop(self, rank: int, member: HostProposer, slot: int, error: Exception) -> None:
         """What drafts must not end what is drafted for."""
-        self._failed.add((rank, slot))
+        self._drafting[slot] = tuple([other for other in self._drafting[slot] if other[0] != rank])
         logger.error("%s failed; it drafts no more for one sequence", type(member).__name__, exc_info=error)
 
     def stage(self, rows: Sequence[PlanRow], flight: Flight) -> StagedDrafts | None:
