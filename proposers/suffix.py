@@ -1,6 +1,5 @@
 """Suffix decoding: what followed the longest suffix of the text before, in this text or in earlier answers."""
 
-from collections import deque
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -8,11 +7,16 @@ from pydantic import Field
 
 from proposers.base import HostProposer, SequenceText, TargetView
 from proposers.config import ProposerConfig
-from proposers.earlier_outputs import EarlierOutputs
+from proposers.earlier_outputs import EarlierOutputs, OutputCursor
 from proposers.suffix_automaton import ROOT, SuffixAutomaton
+from server.plan import MAX_PROPOSED
 
-CATCH_UP = 512
-"""Tokens of a prompt that are taken in with each step, so that a long one stalls nobody: about half a millisecond."""
+CATCH_UP = 1024
+"""Tokens of prompts, and of what came while drafts were off, that are taken in with a step: one or two milliseconds."""
+LEAST_CATCH_UP = 1 + MAX_PROPOSED
+"""Of each sequence in any case: what a step may bring."""
+OTHERS_CATCH_UP = 256
+"""The same of outputs of sequences that nothing is drafted for any more."""
 
 
 class SuffixConfig(ProposerConfig):
@@ -54,6 +58,10 @@ class SuffixProposer(HostProposer):
 
     How far a draft goes follows from how sure it is: a long match allows more tokens, and it ends where the counts
     make what it has so far unlikely. Of this text and earlier outputs the one with more expected hits is taken.
+
+    Tokens are noted as they settle, and taken in when a draft is wanted: while drafts are off they cost next to
+    nothing. A sequence that is behind has no drafts, or those of the index that has caught up.
+
     A text costs about 440 bytes a token until its slot is taken again; earlier outputs are bounded, see
     EarlierOutputs.
     Source: Oliaro et al. 2024, arXiv:2411.04975.
@@ -63,7 +71,10 @@ class SuffixProposer(HostProposer):
         self._config = config
         self._texts: dict[int, _Text] = {}
         num_kept, depth = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_tree_depth
-        self._earlier = EarlierOutputs(num_kept, num_counted=depth) if num_kept else None
+        self._earlier = EarlierOutputs(num_kept, depth=depth) if num_kept else None
+        self._noted: set[int] = set()  # slots that were told of tokens and not drafted for since
+        self._drafted: set[int] = set()  # slots that were drafted for with this step
+        self._left = CATCH_UP  # of this step
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -71,90 +82,101 @@ class SuffixProposer(HostProposer):
         return self._config.num_speculative_tokens
 
     def reconfigure(self, config: SuffixConfig) -> None:
-        """Draft by other settings at once; what is indexed already keeps the counts that it has."""
+        """Draft by other settings at once; what is indexed already keeps its depth."""
         self._config = config
         num_kept, depth = config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_tree_depth
         if not num_kept:
             self._earlier = None
             for text in self._texts.values():
-                text.forget_earlier()
+                text.output = None
         elif self._earlier is None:
-            self._earlier = EarlierOutputs(num_kept, num_counted=depth)
+            self._earlier = EarlierOutputs(num_kept, depth=depth)
         else:
-            self._earlier.resize(num_kept, num_counted=depth)
+            self._earlier.resize(num_kept, depth=depth)
 
     def start(self, slot: int, text: SequenceText) -> None:
-        """Keep the text; it is taken in step by step."""
-        self._texts[slot] = _Text(text, self._earlier, self._config.suffix_decoding_max_tree_depth)
+        """Keep the text; what is left of the one before it waits for those that come."""
+        ended = self._texts.get(slot)
+        if ended is not None and ended.output is not None and self._earlier is not None:
+            self._earlier.end(ended.output)
+        depth, output = self._config.suffix_decoding_max_tree_depth, None
+        if self._earlier is not None:
+            output = OutputCursor(self._earlier, text.cache_salt, text.token_ids[-depth:])
+        self._texts[slot] = _Text(text.token_ids, output, depth)
 
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Take tokens in, for this sequence and for those that come after it."""
-        self._texts[slot].extend(token_ids)
+        """Note tokens, for this sequence and for those that come after it."""
+        self._texts[slot].note(token_ids)
+        self._noted.add(slot)
 
     def propose(self, slot: int, max_drafts: int) -> list[int]:
         """What most often followed."""
+        if slot in self._drafted or not self._drafted:
+            self._begin_step()
+        self._drafted.add(slot)
+        self._noted.discard(slot)
+        text = self._texts[slot]
+        self._left -= text.take_in(max(self._left, LEAST_CATCH_UP))
         config = self._config
         best: list[int] = []
         best_score = 0.0
-        for automaton, state, num_matched in self._texts[slot].matches():
+        for automaton, state, num_matched in text.matches():
             counted = min(num_matched, config.suffix_decoding_max_tree_depth)
             limit = min(max_drafts, int(config.suffix_decoding_max_spec_factor * counted))
-            drafts, score = _continued(automaton, state, limit, config.suffix_decoding_min_token_prob)
+            if limit <= best_score:
+                continue
+            drafts, score = automaton.continued(state, limit, config.suffix_decoding_min_token_prob)
             if score > best_score:
                 best, best_score = drafts, score
         return best
 
+    def _begin_step(self) -> None:
+        """No sequence is drafted for twice in a step. Those that were not in the last one may have ended."""
+        others = self._noted - self._drafted
+        self._drafted.clear()
+        self._left = CATCH_UP
+        if self._earlier is None:
+            return
+        left = OTHERS_CATCH_UP - self._earlier.take_in_ended(OTHERS_CATCH_UP)
+        for slot in others:
+            output = self._texts[slot].output
+            left -= 0 if output is None else output.take_in(left)
+            if left <= 0:
+                break
+            self._noted.discard(slot)
+
 
 class _Text:
-    """One sequence's own index, and where it stands in those of earlier outputs."""
+    """One sequence's own index, and its place among earlier outputs.
 
-    def __init__(self, text: SequenceText, earlier: EarlierOutputs | None, depth: int) -> None:
+    Attributes:
+        output: None while earlier outputs are of no interest.
+    """
+
+    def __init__(self, token_ids: Sequence[int], output: OutputCursor | None, depth: int) -> None:
+        self.output = output
         self._own = SuffixAutomaton(depth)
         self._last = ROOT
-        self._pending = deque(text.token_ids)
-        self._earlier = None
-        if earlier is not None:
-            self._earlier = earlier.begin(text.cache_salt)
-            self._earlier.follow(text.token_ids[-depth:])
+        self._waiting = list(token_ids)
 
-    def forget_earlier(self) -> None:
-        self._earlier = None
+    def note(self, token_ids: Sequence[int]) -> None:
+        """Tokens to be taken in later."""
+        self._waiting += token_ids
+        if self.output is not None:
+            self.output.note(token_ids)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        if self._earlier is not None:
-            self._earlier.extend(token_ids)
-        if self._pending:
-            self._pending.extend(token_ids)
-            num_taken = min(len(self._pending), CATCH_UP + len(token_ids))
-            token_ids = [self._pending.popleft() for _ in range(num_taken)]
-        last, extend = self._last, self._own.extend
-        for token_id in token_ids:
-            last = extend(last, token_id)
-        self._last = last
+    def take_in(self, max_tokens: int) -> int:
+        """Index what was noted first, at most so many tokens. Returns: how many."""
+        token_ids = self._waiting[:max_tokens]
+        del self._waiting[:max_tokens]
+        self._last = self._own.extend(self._last, token_ids)
+        return max(len(token_ids), 0 if self.output is None else self.output.take_in(max_tokens))
 
     def matches(self) -> list[tuple[SuffixAutomaton, int, int]]:
         """The longest suffixes that something followed: index, state and tokens."""
-        found = [] if self._earlier is None else self._earlier.matches()
-        if not self._pending:
-            following = self._own.following
-            for state in self._own.suffixes(self._last):
-                if following[state]:
-                    found.append((self._own, state, self._own.length[state]))
-                    break
+        found = [] if self.output is None else self.output.matches()
+        if not self._waiting:
+            match = self._own.longest_followed(self._last, self._own.length[self._last])
+            if match is not None:
+                found.append((self._own, *match))
         return found
-
-
-def _continued(
-    automaton: SuffixAutomaton, state: int, max_tokens: int, min_probability: float
-) -> tuple[list[int], float]:
-    """Walk on from a state while it is likely enough. Returns: tokens, and how many of them are expected to hit."""
-    token_ids: list[int] = []
-    probability, score = 1.0, 0.0
-    while len(token_ids) < max_tokens and automaton.following[state]:
-        token_id, state, share = automaton.likeliest(state)
-        probability *= share
-        if probability < min_probability:
-            break
-        token_ids.append(token_id)
-        score += probability
-    return token_ids, score

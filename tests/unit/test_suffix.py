@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proposers import earlier_outputs
 from proposers.base import SequenceText
-from proposers.earlier_outputs import EarlierOutputs
-from proposers.suffix import CATCH_UP, SuffixConfig, SuffixProposer
+from proposers.earlier_outputs import EarlierOutputs, OutputCursor
+from proposers.suffix import CATCH_UP, LEAST_CATCH_UP, SuffixConfig, SuffixProposer
 from proposers.suffix_automaton import ROOT, SuffixAutomaton
 
 tokens = st.lists(st.integers(0, 3), max_size=40)
@@ -50,27 +50,56 @@ def occurrences(texts: Sequence[Sequence[int]], piece: Sequence[int]) -> list[tu
     ]
 
 
-@given(st.lists(tokens, min_size=1, max_size=4), tokens)
-def test_the_automaton_knows_every_substring_and_its_followers(texts: list[list[int]], other: list[int]) -> None:
-    automaton = SuffixAutomaton(1000)
+@given(st.lists(tokens, min_size=1, max_size=4), tokens, st.sampled_from([1, 3, 1000]))
+def test_the_automaton_knows_short_substrings_and_their_followers(
+    texts: list[list[int]], other: list[int], depth: int
+) -> None:
+    automaton = SuffixAutomaton(depth)
     for text in texts:
         last = ROOT
-        for token_id in text:
-            last = automaton.extend(last, token_id)
-        assert list(automaton.suffixes(last))[:1] in ([last], [])
+        for first in range(0, len(text), 3):
+            last = automaton.extend(last, text[first : first + 3])
     place, num_matched = ROOT, 0
     for end, token_id in enumerate(other, 1):
-        place, num_matched = automaton.follow(place, num_matched, token_id)
+        place, num_matched = automaton.follow(place, num_matched, [token_id])
         longest = next(n for n in range(end, -1, -1) if n == 0 or occurrences(texts, other[end - n : end]))
-        assert num_matched == longest
-        if longest:
-            places = occurrences(texts, other[end - longest : end])
+        assert min(num_matched, depth) == min(longest, depth)
+        assert num_matched <= longest
+        piece = other[end - min(longest, depth) : end]
+        state, num_found = automaton.follow(ROOT, 0, piece)
+        assert num_found == len(piece)
+        if piece:
+            places = occurrences(texts, piece)
             followers = Counter(texts[number][e] for number, e in places if e < len(texts[number]))
-            assert set(automaton.following[place]) == set(followers)
-            if followers:
-                best, _, share = automaton.likeliest(place)
-                assert followers[best] == max(followers.values())
-                assert share == pytest.approx(followers[best] / sum(followers.values()))
+            assert set(automaton.following[state]) == set(followers)
+            likeliest, share = automaton.continued(state, 1, 0.0)
+            assert len(likeliest) == min(1, len(followers))
+            for token_id in likeliest:
+                assert followers[token_id] == max(followers.values())
+                assert share == pytest.approx(followers[token_id] / sum(followers.values()))
+
+
+def test_what_was_said_at_length_before_adds_nothing() -> None:
+    automaton, sentence = SuffixAutomaton(4), [1, 2, 3, 4, 5, 6]
+    last = automaton.extend(ROOT, sentence * 2)
+    num_states = len(automaton.length)
+    last = automaton.extend(last, sentence * 50)
+    assert len(automaton.length) == num_states
+    assert automaton.continued(last, 20, 0.0) == ((sentence * 4)[:20], 20.0)
+
+
+@given(st.lists(tokens, min_size=1, max_size=4), st.integers(1, 5), st.sampled_from([2, 24]), st.integers(0, 3))
+def test_what_was_put_off_comes_to_the_same(texts: list[list[int]], piece: int, depth: int, num_cached: int) -> None:
+    """Outputs one after another: one proposer drafts behind each token, the other only at last."""
+    found, late = (proposer(cached=num_cached, suffix_decoding_max_tree_depth=depth, least=0.0) for _ in range(2))
+    for text in texts:
+        for each in (found, late):
+            start(each, [7, *text[:3]])
+        for first in range(0, len(text), piece):
+            found.extend(0, text[first : first + piece])
+            found.propose(0, 16)
+            late.extend(0, text[first : first + piece])
+    assert late.propose(0, 16) == found.propose(0, 16)
 
 
 @given(tokens)
@@ -162,11 +191,27 @@ class TestEarlierOutputs:
 
     def test_memory_is_bounded_by_tokens(self) -> None:
         with patch.object(earlier_outputs, "MAX_HALF_TOKENS", 100):
-            outputs = EarlierOutputs(1000, num_counted=4)
+            outputs = EarlierOutputs(1000, depth=4)
             for number in range(200):
-                outputs.begin(str(number % 3)).extend([number, 5, 6, 7])
-            states = sum(len(automaton.length) for salt in "012" for automaton in outputs.read(salt))
-        assert 100 < states < 2 * 200 + 6
+                output = OutputCursor(outputs, str(number % 3), ())
+                output.note([number, 5, 6, 7])
+                output.take_in(4)
+            halves = [half for salt in "012" for half in (outputs.older(salt), outputs.written(salt, 0, is_new=False))]
+        assert 100 < sum(len(half.length) for half in halves if half is not None) < 2 * 200 + 6
+
+    def test_what_waits_is_bounded_as_well(self) -> None:
+        """By tokens, and by requests; the last ones are kept."""
+        for half_tokens, half_requests in ((40, 500), (1000, 10)):
+            with patch.object(earlier_outputs, "MAX_HALF_TOKENS", half_tokens):
+                outputs = EarlierOutputs(2 * half_requests, depth=4)
+                for number in range(100):
+                    output = OutputCursor(outputs, "", ())
+                    output.note([100 + number, 5, 6, 7])
+                    outputs.end(output)
+                assert outputs.take_in_ended(1000) == 40
+                assert [t for t in range(100, 200) if t in outputs.written("", 0, is_new=False).following[ROOT]] == [
+                    *range(190, 200)
+                ]
 
     def test_a_text_goes_on_in_a_new_half(self) -> None:
         """The half it was in is dropped while it runs."""
@@ -175,6 +220,7 @@ class TestEarlierOutputs:
             start(found, [1])
             for token_id in range(50, 80):
                 found.extend(0, [token_id])
+                found.propose(0, 1)
             assert drafted(found, [2], [9, 77, 78], slot=1) == [79]
             assert drafted(found, [2], [9, 50, 51], slot=2) == []
 
@@ -183,10 +229,60 @@ def test_a_long_prompt_is_taken_in_step_by_step() -> None:
     found = proposer(cached=0)
     start(found, list(range(3 * CATCH_UP)))
     for step in range(3):
-        assert found.propose(0, 4) == []
         found.extend(0, [step])
+        assert found.propose(0, 4) == []
     found.extend(0, [5, 6, 7])
     assert found.propose(0, 3) == [8, 9, 10]
+
+
+class TestWhileDraftsAreOff:
+    """No proposal is asked for, or none for long."""
+
+    def test_the_index_is_left_alone(self) -> None:
+        found = proposer()
+        with patch.object(SuffixAutomaton, "extend") as extend, patch.object(SuffixAutomaton, "follow") as follow:
+            for number in range(20):
+                start(found, [1, 2, 3, 4], slot=number % 2)
+                for token_id in range(50):
+                    found.extend(number % 2, [token_id])
+        assert not extend.called
+        assert not follow.called
+
+    def test_all_sequences_together_catch_up_in_small_pieces(self) -> None:
+        """A step takes in so many tokens at most; who is behind has no drafts, and all have theirs in the end."""
+        found, num_slots, half = proposer(cached=0), 16, [*range(300)]
+        for slot in range(num_slots):
+            start(found, [1000 + slot, *half], slot=slot)
+            found.extend(slot, half)
+        taken: list[int] = []
+        extend = SuffixAutomaton.extend
+
+        def counting(self: SuffixAutomaton, last: int, token_ids: list[int]) -> int:
+            taken.append(len(token_ids))
+            return extend(self, last, token_ids)
+
+        num_steps = 0
+        with patch.object(SuffixAutomaton, "extend", counting):
+            while sum(taken) < num_slots * 601:
+                before, num_steps = sum(taken), num_steps + 1
+                drafts = [found.propose(slot, 4) for slot in range(num_slots)]
+                assert sum(taken) - before <= CATCH_UP + num_slots * LEAST_CATCH_UP
+        assert 1 < num_steps < 20
+        for slot in range(num_slots):
+            found.extend(slot, [5, 6])
+        assert [found.propose(slot, 4) for slot in range(num_slots)] == [[7, 8, 9, 10][:2]] * num_slots
+        assert any(drafts)
+
+    def test_outputs_of_the_time_are_found_later(self) -> None:
+        """Of one whose slot was taken again, of one that has ended in its slot, and of one that still runs."""
+        found = proposer()
+        for slot, first in ((0, 100), (0, 200), (1, 300), (2, 400)):
+            start(found, [1], slot=slot)
+            found.extend(slot, [first, first + 1, first + 2, first + 3])
+        start(found, [1], slot=0)
+        for first in (100, 200, 300, 400):
+            found.extend(0, [7, first, first + 1])
+            assert found.propose(0, 4) == [first + 2, first + 3]
 
 
 def test_a_slot_forgets_its_last_sequence() -> None:
