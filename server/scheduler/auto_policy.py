@@ -92,6 +92,7 @@ class AutoPolicy:
 
     def allow(self, num_rows: int) -> Allowance:
         """The best number of drafts so far; now and then a few rows try one size more."""
+        num_rows = max(1, num_rows)
         durations = self._with_rows(num_rows)
         best = self._best(durations)
         more = min([number for number in self._candidates if number > best], default=0)

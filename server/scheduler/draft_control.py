@@ -51,14 +51,15 @@ class DraftControl:
     def begin(self, num_rows: int) -> None:
         """A step is planned for about so many running sequences.
 
-        A plan that comes to nothing, as all rows wait for a step to settle, leaves what the policy allowed to the next.
+        A plan that comes to nothing, as all rows wait for a step to settle, leaves what the policy allowed to the next,
+        unless they have ended by then.
         """
         self._num_rows = max(1, num_rows)
         self._num_asked = 0
         if not self.is_on:
             self._allowance = NO_DRAFTS
-        elif self._is_launched:
-            self._allowance = self._policy.allow(self._num_rows)
+        elif self._is_launched or not num_rows:
+            self._allowance = self._policy.allow(num_rows)
         self._is_launched = not self.is_on
 
     def allow(self, sequence: Sequence) -> int:

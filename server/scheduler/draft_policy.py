@@ -40,7 +40,7 @@ class DraftPolicy(Protocol):
     is_adaptive: ClassVar[bool]
 
     def allow(self, num_rows: int) -> Allowance:
-        """For the next step, which will have about so many rows."""
+        """For the next step, which will have about so many rows; 0 if all of them will be new sequences."""
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
         """Learn from a row that was allowed to verify `allowed` drafts."""
@@ -63,7 +63,7 @@ class FixedPolicy:
         """By the number of rows alone."""
         drafts = self._max_drafts
         for least, number in self._by_batch_size:
-            if num_rows >= least:
+            if max(1, num_rows) >= least:
                 drafts = min(number, self._max_drafts)
         return Allowance(drafts, drafts)
 

@@ -1,9 +1,10 @@
 """All drafts or none: where steps are replayed as they were captured, one draft takes as long as all of them do.
 
-A step with drafts takes as long as so many without, its price. Drafts pay while a row gets more tokens than that.
-While they are off, looking whether they would pay by now costs time, most of all that of catching up with what was
-missed, for all rows at once. The next look is taken when a small share of the time since the last one pays for it. So
-looking takes a given share of the time, whatever the proposer and the batch.
+A step with drafts takes as long as so many without, its price; they pay while a row gets more tokens than that. What
+they bring beyond it, or lack, is counted in steps without drafts and put to an account. They stay on until they have
+lost more than bad luck explains. While they are off, only a look tells whether they would pay by now: they are turned
+on again. Looks are paid from the account, which gets a small share of all time and what drafts have won: a network that
+is of no use is looked at seldom, and one that has paid soon.
 """
 
 import math
@@ -14,31 +15,42 @@ from server.scheduler.draft_policy import Allowance
 from server.scheduler.measurements import TRIES, Mean, Typical, row_class
 
 LOOKING_SHARE = 0.01
-"""Of all time, for looks."""
-LEAST_LOOK, MOST_LOOK = 0.1, 30.0
-"""What a look is thought to cost, in steps without drafts: the next one is 10 to 3,000 steps away."""
-HOPEFUL_LOOK = 0.5
-"""The same if drafts have brought half of what they cost, but few rows had any."""
-LOOK_BASE, LOOK_PER_ROW = 2.5, 0.25
-"""The first look's cost, if the proposer has to catch up; 64 rows at once are not a captured step any more."""
-COLD_STEPS = 16
-"""Steps with drafts, while nothing is known, until one is measured; prompts that come one by one delay that."""
-ROWS_REMEMBERED = 48
-STEPS_REMEMBERED = 4
-"""Accepted drafts are the mean of so many rows, or of the rows of so many steps if these are more."""
-ROWS_BEFORE_LOOK = 2
-"""Rows that all before a look count as, when it is judged whether drafts have become better."""
-HOPEFUL_ROWS = 2
-"""Rows that are thought to have brought twice what drafts cost, before any had."""
+"""Of the time without drafts, for looks."""
+SAVED = 2.0
+"""Steps that may be lost at first, as many as it takes to find out that drafts do not pay."""
+MOST_SAVED = 24.0
+"""So much of what drafts have won is kept: two or three looks when a text has become worse."""
+PACE, HOPEFUL_PACE = 0.03, 0.15
+"""Of the time since drafts were turned off, for one look: what was won is not spent at once. The second if they have
+brought half of their price: they are looked at after some 30 steps."""
+LOOK_STEPS = 3
+"""Steps with drafts until what the first one brought is known, and heeded."""
+USELESS_ROWS = 3
+"""Drafts of which so many rows in a row kept none are turned off."""
+BEARABLE_LOSS, LOSS_OF_ONE = 2.0, 8.0
+"""Others when they have lost more since they paid last: the first, and the second, divided by the rows, as few rows
+may be unlucky, and a text often becomes easier to draft for."""
+START_BASE, START_PER_ROW = 1.5, 0.25
+"""What turning drafts on is thought to cost where the proposer has to catch up, until it is measured."""
+LEAST_START, MOST_START = 0.1, 30.0
+"""Bounds of what is measured: drafts are never turned on for nothing, and the machine may have paused."""
+MEMORY = 16
+"""Steps with drafts after which what one brought counts for little."""
+ASSUMED_PRICE = 2.0
+"""Until one is known."""
 LEAST_PRICE = 1.05
 """Drafts are never thought to cost less: a pause while those without were measured would make them seem free."""
-MARGIN = 1.05
-"""So much more than their price drafts have to bring to be turned on after a look."""
-SURE_MARGIN = 1.3
-"""The same without one, as when there are other rows than those they did not pay for."""
-PRICE_AGE = 256
-YOUNG_PRICE_AGE = 16
-"""Least steps with drafts after which those without are measured again, and for the first time if they never were."""
+PRICE_AGE, NEW_AGE, FIRST_AGE = 256, 24, 2
+"""Steps with drafts after which those without are measured again, for the first time with about so many rows, and for
+the first time of all."""
+FAR = 16.0
+"""The price of steps with so many times as many rows tells nothing of others."""
+SURE = 1.3
+"""Where there are suddenly more rows, or fewer, drafts are turned on or off at once if they bring so much more than
+their price there, or less."""
+MOST_UNSEEN = 16
+"""Steps since drafts were turned on of which none could be measured, as prompts were computed with all: they are
+turned off again."""
 
 
 @dataclass(slots=True)
@@ -46,26 +58,14 @@ class _Size:
     """Steps with about the same number of rows.
 
     Attributes:
-        look_cost: what a look costs, in steps without drafts. num_steps: since the last one.
-        off, on: their duration without drafts and with them. age: steps with drafts since `off` was measured.
-        old: age at which it is measured again; the first one comes soon.
+        start_cost: what turning drafts on costs, in steps without; above all what the proposer has to catch up with.
+        off, on: the duration of a step without drafts and with them. age: steps with drafts since `off` was measured.
     """
 
-    look_cost: float
-    num_steps: int = 0
+    start_cost: float
     off: Typical = field(default_factory=Typical)
     on: Typical = field(default_factory=Typical)
-    age: int = field(init=False)
-    old: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.know_look(self.look_cost)
-        self.age = self.old - YOUNG_PRICE_AGE
-
-    def know_look(self, cost: float) -> None:
-        """So much was lost by a look; measuring `off` again costs about as much."""
-        self.look_cost = min(max(LEAST_LOOK, cost), MOST_LOOK)
-        self.old = max(PRICE_AGE, round(self.look_cost / LOOKING_SHARE))
+    age: int = 0
 
     @property
     def price(self) -> float | None:
@@ -73,6 +73,10 @@ class _Size:
         if not (self.off.is_known and self.on.is_known):
             return None
         return max(LEAST_PRICE, self.on.seconds / self.off.seconds)
+
+    def is_old(self, new_age: int) -> bool:
+        """Whether to measure `off` again, which costs a start, too; or for the first time, at that age."""
+        return self.age >= (max(PRICE_AGE, self.start_cost / LOOKING_SHARE) if self.off.is_known else new_age)
 
 
 class OnOffPolicy:
@@ -88,138 +92,120 @@ class OnOffPolicy:
         self._max_drafts = max_drafts
         self._catches_up = catches_up
         self._sizes: dict[int, _Size] = {}
-        self._accepted = Mean(0.0)  # of a row that may have drafts
-        self._drafting = Mean(1.0)  # share of rows that may
-        self._memory = ROWS_REMEMBERED
+        self._size: _Size | None = None  # of the last step
         self._allowance = Allowance(0, max_drafts)  # of the last step
-        self._planned: list[bool] = []  # whether to propose in the steps to come, the last one first
-        self._num_cold = COLD_STEPS
-        self._is_priced = False
-        self._is_used = False  # drafts pay
-        self._has_looked = True  # whether they do is to be judged
-        self._look: list[Allowance] = []  # the last look's steps, and the one that was under way
-        self._num_looking = 0  # steps of it that are to come
-        self._cost = 0.0  # of those that have settled
+        self._is_on = True
+        self._num_measuring = 0  # steps without drafts to come, though they are on
+        self._worth = Mean(ASSUMED_PRICE)  # tokens that a row gets of a step with drafts
+        self._saved = SAVED
+        self._lost = 0.0  # since drafts paid last
+        self._num_seen = self._num_kept = 0  # rows, and drafts that they kept, since drafts were turned on
+        self._num_unseen = 0  # steps since then, until the first was measured
+        self._num_off = 0  # steps since they were turned off
+        self._before_start: Allowance | None = None  # the step that was under way when they were turned on
+        self._start_cost = 0.0
         self._settling: Allowance | None = None
-        self._num_drafting = self._num_accepted = 0  # rows and drafts of the step that settles
+        self._num_accepted = 0  # by the rows of the step that settles
 
     def allow(self, num_rows: int) -> Allowance:
         """All that were proposed; as many for the next step, or none."""
-        self._memory = max(ROWS_REMEMBERED, STEPS_REMEMBERED * num_rows)
-        if not self._planned:
-            self._planned = self._decide(self._of(num_rows), num_rows)
-        verified, proposed = self._allowance.next_drafts, self._max_drafts * self._planned.pop()
+        proposes = self._decide(num_rows) if num_rows else self._decide_afresh()
+        verified, proposed = self._allowance.next_drafts, self._max_drafts * proposes
+        if proposed > verified:
+            self._before_start, self._start_cost = self._allowance, 0.0
         self._allowance = Allowance(verified, proposed, is_steady=verified == proposed)
-        if self._num_looking:
-            self._num_looking -= 1
-            self._look.append(self._allowance)
         return self._allowance
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
         """Take in how many drafts a row kept."""
-        self._begin(allowance)
-        self._num_drafting += 1
+        if allowance is not self._settling:
+            self._settling, self._num_accepted = allowance, 0
         self._num_accepted += num_accepted
-        self._accepted.add(num_accepted, self._memory)
 
     def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
         """Take in how long a step took, and what it brought for that."""
-        self._begin(allowance)
         size = self._of(num_rows)
-        size.num_steps += 1
-        if allowance.max_drafts:
-            self._drafting.add(min(1.0, self._num_drafting / num_rows), ROWS_REMEMBERED)
         if allowance.is_steady and allowance.max_drafts:
             size.on.add(duration_s)
             size.age += 1
         elif allowance.is_steady:
             size.off.add(duration_s)
             size.age = 0
-        if size.off.is_known and any(each is allowance for each in self._look):
-            self._settle_look(size, duration_s / size.off.seconds, self._num_accepted / num_rows)
-            if allowance is self._look[-1] and not self._num_looking:
-                size.know_look(self._cost)
+        if allowance.max_drafts:
+            num_kept = self._num_accepted if allowance is self._settling else 0
+            self._num_seen += num_rows
+            self._num_kept += num_kept
+            tokens = 1.0 + num_kept / num_rows
+            self._worth.add(tokens, MEMORY)
+            won = tokens - ((self._price(num_rows) or ASSUMED_PRICE) if allowance.is_steady else 1.0)
+            self._saved = min(self._saved + won, MOST_SAVED)
+            self._lost = max(0.0, self._lost - won)
+        elif allowance.next_drafts or allowance is self._before_start:
+            if size.off.is_known:
+                self._start_cost += duration_s / size.off.seconds - 1.0
+                size.start_cost = min(max(LEAST_START, self._start_cost), MOST_START)
+            if allowance.next_drafts:
+                self._saved -= size.start_cost
+        else:
+            self._num_off += 1
+            self._saved = min(self._saved + LOOKING_SHARE, MOST_SAVED)
 
-    def _begin(self, allowance: Allowance) -> None:
-        """A step settles: its rows, then the step."""
-        if allowance is not self._settling:
-            self._settling = allowance
-            self._num_drafting = self._num_accepted = 0
+    def _decide_afresh(self) -> bool:
+        """Whether to propose for sequences that are all new: nothing is behind, so a look costs no start."""
+        self._num_measuring = 0
+        self._lost = 0.0
+        if not self._is_on and self._may_look(self._price(1) or ASSUMED_PRICE, 0.0):
+            self._turn_on()
+        return self._is_on
 
-    def _settle_look(self, size: _Size, duration: float, num_accepted: float) -> None:
-        """A step of a look took so many steps without drafts, and a row kept so many drafts: what is lost by that."""
-        usual = self._worth / size.price if self._is_used and size.price is not None else 1.0
-        self._cost += duration - (1.0 + num_accepted) / max(1.0, usual)
+    def _decide(self, num_rows: int) -> bool:
+        """Whether to propose for so many rows."""
+        if self._num_measuring:
+            self._num_measuring -= 1
+            return False
+        size, known_price = self._of(num_rows), self._price(num_rows)
+        price = known_price or ASSUMED_PRICE
+        if size is not self._size:
+            self._size, self._lost = size, 0.0
+            if not self._is_on and self._worth.value > SURE * price:
+                self._turn_on()
+            elif SURE * self._worth.value < price:
+                self._is_on = False
+        if not self._is_on:
+            if self._may_look(price, size.start_cost):
+                self._turn_on()
+            return self._is_on
+        self._num_unseen += not self._num_seen
+        is_useless = self._num_seen >= USELESS_ROWS and not self._num_kept
+        if is_useless or self._lost > BEARABLE_LOSS + LOSS_OF_ONE / num_rows or self._num_unseen > MOST_UNSEEN:
+            self._is_on, self._num_off = False, 0
+        elif size.is_old(NEW_AGE if known_price else FIRST_AGE):
+            self._num_measuring = TRIES + 1
+            return False
+        return self._is_on
 
-    def _decide(self, size: _Size, num_rows: int) -> list[bool]:
-        """Whether to propose in the steps to come, the last one first.
+    def _may_look(self, price: float, start_cost: float) -> bool:
+        """Whether a look is paid for that finds drafts useless."""
+        cost = start_cost + LOOK_STEPS * (price - 1.0)
+        is_hopeful = 2.0 * (self._worth.value - 1.0) > price - 1.0
+        return min(self._saved, self._num_off * (HOPEFUL_PACE if is_hopeful else PACE)) >= min(cost, MOST_SAVED)
 
-        What a step brought is known two steps later: the one behind it is under way by then.
-        """
-        if self._num_cold:
-            self._num_cold -= 1
-            if not any(each.on.count for each in self._sizes.values()):
-                return [True]
-            self._num_cold = 0
-            return [False] * (1 + TRIES + 1)
-        price = self._price(num_rows)
-        if price is not None and not self._is_priced:
-            self._begin_priced(size, price)
-        if price is not None and self._pays(price):
-            if size.age < size.old:
-                return [True]
-            self._begin_look(size, 1 + TRIES + 1)  # the last one has to catch up
-            return [False] * (1 + TRIES)
-        may_pay = price is None or 2.0 * (self._worth - 1.0) > price - 1.0
-        cost = LEAST_LOOK if may_pay and not size.on.is_known else size.look_cost
-        if self._allowance.next_drafts or not size.off.is_known or size.num_steps * LOOKING_SHARE < cost:
-            return [False]
-        num_steps = 2
-        if size.on.is_known:
-            self._accepted.count = min(self._accepted.count, ROWS_BEFORE_LOOK)
-        else:  # it is their price that is looked for
-            num_steps = 1 + TRIES
-        self._has_looked = True
-        self._begin_look(size, num_steps + 1)  # the last one verifies what was proposed
-        return [False, False] + [True] * num_steps
-
-    def _pays(self, price: float) -> bool:
-        """Whether to use drafts; once they are not used, only a look changes that, or a price that is much lower."""
-        margin = 1.0 if self._is_used else MARGIN if self._has_looked else SURE_MARGIN
-        self._has_looked = False
-        self._is_used = self._worth > price * margin
-        return self._is_used
-
-    def _begin_look(self, size: _Size, num_steps: int) -> None:
-        """Count its cost, with the step that is under way: launching the next one may hold that one up."""
-        self._look, self._num_looking, self._cost = [self._allowance], num_steps, 0.0
-        size.num_steps = 0
-
-    def _begin_priced(self, size: _Size, price: float) -> None:
-        """What drafts cost is known for the first time.
-
-        A few rows of a single sequence may be unlucky: drafts are thought to pay until some more say otherwise.
-        """
-        self._is_priced = True
-        if self._accepted.count < ROWS_REMEMBERED and 2.0 * (self._worth - 1.0) > price - 1.0:
-            size.look_cost = HOPEFUL_LOOK
-        for _ in range(HOPEFUL_ROWS):
-            self._accepted.add(2.0 * (price - 1.0), self._memory)
-
-    @property
-    def _worth(self) -> float:
-        """Tokens that a row gets of a step with drafts."""
-        return 1.0 + self._accepted.value * self._drafting.value
+    def _turn_on(self) -> None:
+        self._is_on = True
+        self._lost = 0.0
+        self._num_seen = self._num_kept = self._num_unseen = 0
 
     def _of(self, num_rows: int) -> _Size:
         rows = row_class(num_rows)
         if rows not in self._sizes:
-            self._sizes[rows] = _Size(LOOK_BASE + LOOK_PER_ROW * rows if self._catches_up else HOPEFUL_LOOK)
+            cost = START_BASE + START_PER_ROW * rows if self._catches_up else LEAST_START
+            self._sizes[rows] = _Size(min(cost, MOST_START))
         return self._sizes[rows]
 
     def _price(self, num_rows: int) -> float | None:
-        """Of steps with so many rows; if that is not known, of those with the next number that it is known of."""
-        known = {rows: size.price for rows, size in self._sizes.items() if size.price is not None}
-        if not known:
-            return None
-        return known[min(known, key=lambda rows: abs(math.log(rows / num_rows)))]
+        """Of steps with so many rows; if that is not known, of those with the next number, but not one far from it."""
+        known = {
+            abs(math.log(rows / num_rows)): size.price for rows, size in self._sizes.items() if size.price is not None
+        }
+        nearest = min(known, default=math.inf)
+        return known[nearest] if nearest <= math.log(FAR) else None

@@ -48,7 +48,7 @@ class Decoded:
 
 
 class Decoding:
-    """Rows without an end, under a policy; the first step of all is a prompt's."""
+    """Rows without an end, under a policy, which begin with a prompt's step."""
 
     def __init__(self, policy: DraftPolicy, device: ReplayingDevice, seed: int = 0) -> None:
         self._policy = policy
@@ -56,13 +56,16 @@ class Decoding:
         self._random = random.Random(seed)
         self._host = random.Random(seed)  # holds up alike whatever the policy does
         self._held_up = 0.0
-        self._is_behind = self._is_begun = False
         self._under_way: deque[tuple[Allowance, int, float]] = deque()
+        self.begin()
+
+    def begin(self) -> None:
+        """All rows end, and a prompt's step begins new ones, which are ahead of no proposer."""
+        self._under_way.clear()
+        self._is_behind = not self._policy.allow(0).next_drafts
 
     def run(self, num_rows: int, num_steps: int, acceptance: float, drafting: float = 1.0) -> list[Decoded]:
         """Args: acceptance: chance of a draft if those before it are kept. drafting: share of rows that have any."""
-        if not self._is_begun:
-            self._is_begun, self._is_behind = True, not self._policy.allow(1).next_drafts
         done: list[Decoded] = []
         while len(done) < num_steps:
             allowance = self._policy.allow(num_rows)

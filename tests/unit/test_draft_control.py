@@ -107,6 +107,20 @@ def test_a_policy_is_asked_once_for_each_step(sequence: Sequence) -> None:
     assert launch(control, sequence, 4.0) == (0, 3)
 
 
+def test_a_policy_is_asked_again_where_all_rows_will_be_new(sequence: Sequence) -> None:
+    """The last row has ended since a plan came to nothing."""
+
+    class Restarting(FixedPolicy):
+        def allow(self, num_rows: int) -> Allowance:
+            return Allowance(0, 0 if num_rows else 5)
+
+    control = DraftControl(Restarting(5))
+    assert launch(control, sequence, 0.0) == (0, 0)
+    control.begin(1)
+    control.begin(0)
+    assert control.launch(1.0, 1, is_decoding=False, is_speculating=False) == 5
+
+
 def test_a_smaller_number_is_taken_of_what_was_proposed_for_a_larger_one(sequence: Sequence) -> None:
     control = DraftControl(FixedPolicy(5))
     launch(control, sequence, 0.0)
@@ -121,4 +135,4 @@ def test_policies_by_their_settings() -> None:
     assert isinstance(make_policy(PolicyConfig(), 5, is_captured=True), OnOffPolicy)
     assert make_policy(PolicyConfig(policy="fixed"), 5).allow(1) == Allowance(5, 5)
     schedule = make_policy(PolicyConfig(num_speculative_tokens_per_batch_size={1: 8, 4: 0}), 5)
-    assert [schedule.allow(num_rows) for num_rows in (1, 4)] == [Allowance(5, 5), Allowance(0, 0)]
+    assert [schedule.allow(num_rows) for num_rows in (0, 1, 4)] == [Allowance(5, 5), Allowance(5, 5), Allowance(0, 0)]

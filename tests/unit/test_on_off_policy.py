@@ -2,17 +2,19 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from server.scheduler.draft_policy import Allowance, DraftPolicy, FixedPolicy
 from server.scheduler.measurements import TRIES, Typical
 from server.scheduler.on_off_policy import (
-    COLD_STEPS,
-    LOOK_BASE,
-    LOOK_PER_ROW,
+    LOOK_STEPS,
     LOOKING_SHARE,
-    MOST_LOOK,
+    MOST_UNSEEN,
+    SAVED,
+    START_BASE,
+    START_PER_ROW,
     OnOffPolicy,
 )
 from server.scheduler.policy_choice import make_policy
@@ -25,7 +27,7 @@ LOOKUP = ReplayingDevice(draft_s=0.01, catch_up_s=0.0)
 CROWDED = ReplayingDevice(crowded_s=0.05)
 SLOW_NETWORK = ReplayingDevice(draft_s=2.0, catch_up_s=2.0)
 DEVICES = pytest.mark.parametrize("device", [NETWORK, LOOKUP, SLOW_NETWORK], ids=["network", "lookup", "slow network"])
-SEEDS = range(6)
+SEEDS, MANY_SEEDS = range(6), range(20)
 SOON = 50
 """Steps within which drafts that pay are in use."""
 HELD_UP = {
@@ -45,7 +47,7 @@ def share_on(steps: Sequence[Decoded]) -> float:
 
 def first_look(num_rows: int) -> int:
     """Steps within which it is over, for a proposer that catches up."""
-    return round((LOOK_BASE + LOOK_PER_ROW * num_rows) / LOOKING_SHARE) + SOON
+    return round((START_BASE + START_PER_ROW * num_rows + LOOK_STEPS) / LOOKING_SHARE) + SOON
 
 
 def off(device: ReplayingDevice, num_rows: int) -> float:
@@ -62,8 +64,8 @@ def fixed(device: ReplayingDevice, num_rows: int, acceptance: float) -> float:
 def test_drafts_that_are_never_right_cost_little_from_the_first_step_on(
     num_rows: int, num_steps: int, device: ReplayingDevice
 ) -> None:
-    # Two steps of it have to be seen: of a hundred steps at three times the price those are four.
-    least = 0.95 if device is SLOW_NETWORK and num_steps < 500 else 0.98
+    # Two of one row have to be seen, four then had any: of a hundred steps at two or three times the price.
+    least = 0.98 if num_steps > 500 else 0.95 if device is SLOW_NETWORK else 0.97
     for seed in SEEDS:
         steps = Decoding(on_off(device), device, seed).run(num_rows, num_steps, 0.0)
         assert rate(steps) >= least * off(device, num_rows)
@@ -88,9 +90,48 @@ def test_text_that_changes_is_noticed(num_rows: int) -> None:
     decoding = Decoding(on_off(NETWORK), NETWORK)
     decoding.run(num_rows, 100, 0.8)
     decoding.run(num_rows, SOON, 0.0)
-    assert rate(decoding.run(num_rows, 300, 0.0)) >= 0.98 * off(NETWORK, num_rows)
+    # What drafts have won pays for some looks.
+    assert rate(decoding.run(num_rows, 300, 0.0)) >= 0.95 * off(NETWORK, num_rows)
+    assert rate(decoding.run(num_rows, 1000, 0.0)) >= 0.98 * off(NETWORK, num_rows)
     decoding.run(num_rows, first_look(num_rows), 0.9)
     assert rate(decoding.run(num_rows, 200, 0.9)) >= 0.95 * fixed(NETWORK, num_rows, 0.9)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 64])
+def test_drafts_that_have_paid_are_soon_in_use_again(num_rows: int) -> None:
+    shares = []
+    for seed in MANY_SEEDS:
+        decoding = Decoding(on_off(NETWORK), NETWORK, seed)
+        decoding.run(num_rows, 100, 0.8)
+        decoding.run(num_rows, SOON, 0.0)
+        decoding.run(num_rows, SOON, 0.8)
+        shares.append(share_on(decoding.run(num_rows, 200, 0.8)))
+    assert sorted(shares)[len(shares) // 10] >= 0.95
+
+
+@pytest.mark.parametrize("num_rows", HELD_UP)
+def test_text_that_is_hard_to_draft_for_at_first_is_given_time(num_rows: int) -> None:
+    """As the answers of a 135M model are: 2.4 tokens a step for some steps, and 4.4 when it repeats itself."""
+    device, ratios = HELD_UP[num_rows], []
+    for seed in MANY_SEEDS:
+        decoding = Decoding(on_off(device), device, seed)
+        decoding.run(num_rows, 10, 0.6)
+        decoding.run(num_rows, SOON - 10, 0.94)
+        ratios.append(rate(decoding.run(num_rows, 200, 0.94)) / fixed(device, num_rows, 0.94))
+    assert sorted(ratios)[len(ratios) // 10] >= 0.95
+
+
+def test_new_sequences_are_a_cheap_look() -> None:
+    """Nothing is to be caught up with: their first steps tell what otherwise costs as much as thirty."""
+    device = HELD_UP[64]
+    decoding = Decoding(on_off(device), device)
+    steps = decoding.run(64, 1000, 0.0)
+    assert share_on(steps[SOON:]) == 0
+    decoding.begin()
+    assert decoding.run(64, 1, 0.8)[0].num_drafts == K
+    assert share_on(decoding.run(64, 200, 0.8)) >= 0.95
+    decoding.begin()
+    assert share_on(decoding.run(64, 200, 0.0)) <= 0.1
 
 
 def test_lookups_are_noticed_soon_again() -> None:
@@ -109,8 +150,8 @@ def test_a_change_of_load_is_noticed(loads: tuple[int, ...]) -> None:
         for num_rows in loads:
             decoding.run(num_rows, SOON, 0.8)
             used[num_rows].append(share_on(decoding.run(num_rows, 200, 0.8)))
-    assert sum(used[1]) / len(used[1]) >= 0.95
-    assert max(used[64]) <= 0.02
+    assert sum(used[1]) / len(used[1]) >= 0.93  # without them is measured once, too
+    assert max(used[64]) <= 0.05  # what they win for one sequence pays for looks
 
 
 def test_rows_without_drafts_count() -> None:
@@ -123,14 +164,14 @@ def test_rows_without_drafts_count() -> None:
 @pytest.mark.parametrize("num_rows", HELD_UP)
 def test_steps_that_are_held_up_do_not_make_useless_drafts_seem_free(num_rows: int, num_steps: int) -> None:
     """Neither from the first step on nor later; a look is paid for by the steps before it."""
-    least = 0.97 if num_rows == 64 else 0.98
+    least = 0.98 if num_steps > 500 and num_rows < 64 else 0.97
     device, ratios = HELD_UP[num_rows], []
     for seed in SEEDS:
         without, steps = (
             Decoding(policy, device, seed).run(num_rows, num_steps, 0.0) for policy in (FixedPolicy(0), on_off(device))
         )
         ratios.append(rate(steps) / rate(without))
-        assert share_on(steps) <= 0.01 + 4 / len(steps)
+        assert share_on(steps) <= 0.015 + 4 / len(steps)
     assert min(ratios) >= least
 
 
@@ -167,7 +208,7 @@ def test_drafts_that_bring_nothing_are_not_used_even_if_they_take_no_time() -> N
         assert share_on(Decoding(on_off(device), device, seed).run(64, 1000, 0.0)) <= 0.01
 
 
-@pytest.mark.parametrize("catch_up_s", [5.0, 25.0, 100.0])
+@pytest.mark.parametrize("catch_up_s", [5.0, 25.0])
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["its own step", "the step before"])
 def test_the_whole_of_a_look_is_paid_for(catch_up_s: float, is_delayed: bool) -> None:
     """Also if launching what is caught up with holds up the step that is under way."""
@@ -187,10 +228,11 @@ def test_the_whole_of_a_look_is_paid_for(catch_up_s: float, is_delayed: bool) ->
             super().settle_step(allowance, num_rows, duration_s)
 
     device = ReplayingDevice(row_s=0.0, catch_up_s=0.0 if is_delayed else catch_up_s)
-    steps = Decoding(Delayed(K), device).run(64, first_look(64) + round(MOST_LOOK / LOOKING_SHARE) + SOON, 0.0)
-    looks = [i for i in range(COLD_STEPS, len(steps)) if steps[i].num_drafts and not steps[i - 1].num_drafts]
-    assert looks[1] - looks[0] >= 0.95 * min(catch_up_s, MOST_LOOK) / LOOKING_SHARE
-    assert looks[1] - looks[0] <= (catch_up_s + 4.0) / LOOKING_SHARE
+    steps = Decoding(Delayed(K), device).run(64, 20_000, 0.0)
+    num_looks = sum(before.num_drafts < step.num_drafts for before, step in pairwise(steps))
+    lost_s = sum(step.duration_s for step in steps) - len(steps) + is_delayed * num_looks * catch_up_s
+    paid_s = LOOKING_SHARE * len(steps)
+    assert 0.7 * paid_s <= lost_s <= paid_s + SAVED + catch_up_s
 
 
 @pytest.mark.parametrize("paused", [0, K])
@@ -230,4 +272,4 @@ def test_nothing_is_looked_for_where_no_step_can_be_measured() -> None:
     """Prompts are computed with every step: none says what drafts cost."""
     policy = OnOffPolicy(K)
     proposed = [policy.allow(8).next_drafts for _ in range(200)]
-    assert set(proposed[COLD_STEPS + 1 :]) == {0}
+    assert set(proposed[MOST_UNSEEN + 1 :]) == {0}

@@ -20,7 +20,7 @@ class _ScriptedPolicy:
         self.steps: list[tuple[Allowance, int, float]] = []
 
     def allow(self, num_rows: int) -> Allowance:
-        assert num_rows > 0
+        assert num_rows >= 0
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
