@@ -15,12 +15,13 @@ from proposers.network_config import KVNetworkConfig
 from proposers.vocab_mapping import VocabularyMapping, check_same_vocabulary, check_shared_tokens, map_vocabularies
 from server.config import ModelConfig
 from server.errors import ModelError
-from server.model.attention import AttentionStep, bind_kv
+from server.model.attention import AttentionStep, bind_kv, is_traced
 from server.model.forward import run_model
 from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.loader import LoadedModel, ModelFiles, find_model, load_files
 from server.model.skinny_linears import fuse_linears
+from server.model.traced_layers import trace_layers
 
 
 class DraftModelConfig(KVNetworkConfig):
@@ -50,8 +51,11 @@ class DraftModelConfig(KVNetworkConfig):
             files = self._find(target.device, network.dtype, trusts_code=network.trusts_code)
             loaded = load_files(files, target.device, network.dtype)
         kv_dtype = self.kv_dtype(target, loaded.model.dtype)
+        drafter = CausalNetwork(loaded, kv_dtype, self._mapping(loaded, target), runs_plain=network.runs_plain)
+        if is_traced(network.model):
+            drafter.trace(network.block_size)
         return NetworkProposer(
-            CausalNetwork(loaded, kv_dtype, self._mapping(loaded, target), runs_plain=network.runs_plain),
+            drafter,
             target,
             num_speculative_tokens=self.num_speculative_tokens,
             is_sampled=self.is_sampled,
@@ -115,6 +119,13 @@ class CausalNetwork:
             self._head = self._head.rows(kept.to(self._model.device))
             self._to_target = mapping.to_target[kept].to(self._model.device)
             self._input_ids = mapping.input_ids.to(self._model.device)
+
+    def trace(self, block_size: int) -> None:
+        """Let its decoder layers run compiled, as the target's do. Args: block_size: of its KV to come."""
+        shape = self.kv_shape
+        kv_shape = 2, shape.num_layers, shape.num_kv_heads, block_size, 2 * shape.head_dim
+        kv = torch.zeros(kv_shape, dtype=shape.dtype, device=self._model.device)
+        trace_layers(self._model, shape.num_layers, kv)
 
     @property
     def fingerprint(self) -> str:

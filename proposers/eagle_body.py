@@ -1,6 +1,6 @@
 """What an EAGLE head computes between token ids and what its output projection takes, as one module."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,16 @@ from proposers.decoder_kinds import kind_of
 from proposers.eagle_checkpoint import EagleHead
 from proposers.eagle_layers import Eagle3Layers, EagleLayers
 from server.model.attention import AttentionStep
+
+
+class RunsBody(Protocol):
+    """What computes as EagleBody does."""
+
+    def __call__(self, hidden: Tensor, token_ids: Tensor, step: AttentionStep) -> Tensor: ...
+
+    def condense(self, features: Tensor) -> Tensor: ...
+
+    def output(self, hidden: Tensor) -> Tensor: ...
 
 
 class EagleBody(nn.Module):
@@ -30,15 +40,18 @@ class EagleBody(nn.Module):
 
     def forward(self, hidden: Tensor, token_ids: Tensor, step: AttentionStep) -> Tensor:
         """[T, hidden] condensed, [T] int64 -> [T, hidden]; positions are the step's."""
+        return self.at(hidden, token_ids, step.positions, attention_step=step)
+
+    def at(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, **context: Any) -> Tensor:
+        """The same at positions, [T] int64. Args: context: what attention wants besides."""
         embeds = functional.embedding(token_ids, self.embedding)[None]
-        positions = step.positions[None]
         output: Tensor = self.layers(
             embeds,
             hidden[None],
             attention_mask=None,
-            position_ids=positions,
-            position_embeddings=self.rotary(embeds, position_ids=positions),
-            attention_step=step,
+            position_ids=positions[None],
+            position_embeddings=self.rotary(embeds, position_ids=positions[None]),
+            **context,
         )
         return output[0]
 

@@ -1,21 +1,19 @@
 """Runs an EAGLE head as compiled code, which is compared with its own first."""
 
-from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from proposers.eagle_body import EagleBody
+from proposers.eagle_check import check_body
 from proposers.eagle_compile import PARTS, STEP_FIELDS, EagleOrder, tensors_of
-from proposers.eagle_network import EagleNetwork, RunsBody
+from proposers.eagle_network import EagleNetwork
 from server.errors import ModelError
 from server.kernels import cpu_layers
 from server.kernels.cpu_layers import LayerRunner
 from server.model.attention import AttentionStep
 from server.model.cache import cache_root
 from server.model.decoder_layers import layer_tensors
-from server.model.layer_check import CHECK_LEN, compare_outputs, prompt_step
 
 
 def order_of(network: EagleNetwork, num_threads: int) -> EagleOrder:
@@ -45,7 +43,7 @@ def use_compiled(network: EagleNetwork, folder: Path) -> None:
     try:
         cpu_layers.load(cache_root() / "kernels")
         compiled = _CompiledBody(network.body, folder)
-        _check(network, compiled)
+        check_body(network.body, compiled, network.num_features)
     except Exception as error:  # whatever torch, the compiler or the files' contents lead to
         raise ModelError(f"the draft head in {folder} cannot be used, delete it to compile anew: {error}") from error
     network.run = compiled
@@ -66,20 +64,3 @@ class _CompiledBody:
 
     def output(self, hidden: Tensor) -> Tensor:
         return self._output.run(0, 1, hidden, [])
-
-
-@torch.inference_mode()
-def _check(network: EagleNetwork, compiled: RunsBody) -> None:
-    """Compare with the body on a prompt and a single token. Raises: ValueError where they differ."""
-    generator = torch.Generator().manual_seed(0)
-    body = network.body
-    for length in (CHECK_LEN, 1):
-        features = torch.randn(length, network.num_features, generator=generator).to(body.embedding.dtype)
-        step = prompt_step(length, features.device)
-        step = replace(step, starts=torch.zeros_like(step.slots))
-        token_ids = step.positions + 1
-        hidden = body.condense(features)
-        compare_outputs("what condenses hidden states", compiled.condense(features), hidden, features)
-        output = body(hidden, token_ids, step)
-        compare_outputs("the draft head", compiled(hidden, token_ids, step), output, hidden)
-        compare_outputs("what lies behind it", compiled.output(output), body.output(output), output)

@@ -1,7 +1,6 @@
 """EAGLE and EAGLE-3 heads as networks that draft."""
 
 import hashlib
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,27 +8,25 @@ from transformers import PreTrainedConfig
 
 from proposers.base import Head, TargetModel
 from proposers.checkpoint import check_names
-from proposers.eagle_body import EagleBody, empty_layers
+from proposers.eagle_body import EagleBody, RunsBody, empty_layers
 from proposers.eagle_checkpoint import EagleHead
+from proposers.eagle_traced import trace_body
 from proposers.network import Features, KVShape
 from server.errors import ModelError
-from server.model.attention import CPU_ATTENTION_NAME, AttentionStep, attention_name, bind_kv
+from server.model.attention import (
+    CPU_ATTENTION_NAME,
+    OPERATOR_ATTENTION_NAME,
+    AttentionStep,
+    attention_name,
+    bind_kv,
+    is_traced,
+)
 from server.model.fusion import can_pack, pack_linears
 from server.model.head import LMHead
 from server.model.skinny_linears import fuse_linears
 
 _EMBEDDING = "embed_tokens.weight"
 _OUTPUT = "lm_head.weight"
-
-
-class RunsBody(Protocol):
-    """What computes as EagleBody does."""
-
-    def __call__(self, hidden: Tensor, token_ids: Tensor, step: AttentionStep) -> Tensor: ...
-
-    def condense(self, features: Tensor) -> Tensor: ...
-
-    def output(self, hidden: Tensor) -> Tensor: ...
 
 
 class EagleNetwork:
@@ -41,7 +38,8 @@ class EagleNetwork:
 
     Attributes:
         head, target: what it was made of, and for. num_features: size of the features of a token.
-        body: all but the output projection. run: what runs in its place, the body itself or compiled code.
+        body: all but the output projection. run: what runs in its place, the body itself or compiled code; traced
+            code where the target's is.
         is_compilable: whether all that the body calls is an operator that compiled code can call.
         The others: see DraftNetwork.
     """
@@ -64,7 +62,9 @@ class EagleNetwork:
         self.fingerprint = _fingerprint(head, target, kv_dtype)
         self.to_target = None if head.to_target is None else head.to_target.to(device)
         self.kv_shape = KVShape(config.num_hidden_layers, config.num_key_value_heads, _head_dim(config), kv_dtype)
-        config._attn_implementation = attention_name(device, target.dtype, self.kv_shape.head_dim)
+        self._attention_name = attention_name(device, target.dtype, self.kv_shape.head_dim)
+        self._is_traced = is_traced(target.model)
+        config._attn_implementation = OPERATOR_ATTENTION_NAME if self._is_traced else self._attention_name
         layers = empty_layers(head, target.config.hidden_size).eval()
         own = _load(head, layers, device, target.dtype)
         is_packed = can_pack(device) and not target.runs_plain
@@ -75,12 +75,19 @@ class EagleNetwork:
         self.is_compilable = is_packed and config._attn_implementation == CPU_ATTENTION_NAME
         self.body = EagleBody(head, layers, _embedding(head, own.get(_EMBEDDING), target))
         self.run: RunsBody = self.body
+        self._traced: RunsBody | None = None
         self._head = _output(head, own.get(_OUTPUT), self.to_target, target, is_packed=is_packed)
 
     def bind_kv(self, kv: Tensor) -> None:
-        """Give its attention the memory for K and V."""
+        """Give its attention the memory for K and V; what is to be traced is traced with the first that it gets."""
         bind_kv(self.body.layers, kv)
-        self.run = self.body
+        if self._is_traced and self._traced is None:
+            self._traced = trace_body(self.body, self.num_features)
+            if self._traced is None:
+                self._is_traced = False
+                self.body.layers.config._attn_implementation = self._attention_name
+                bind_kv(self.body.layers, kv)
+        self.run = self._traced or self.body
 
     def condense(self, features: Tensor) -> Tensor:
         """[T, features] -> [T, hidden]."""

@@ -123,6 +123,11 @@ class AttentionStep:
         return self._arrivals[num_heads]
 
 
+def is_traced(model: PreTrainedModel) -> bool:
+    """Whether a model's layers are traced, or about to be."""
+    return bool(model.config._attn_implementation == OPERATOR_ATTENTION_NAME)
+
+
 def bind_kv(model: PreTrainedModel, kv: Tensor) -> None:
     """Give each attention module the blocks of its layer, as `kv_blocks`.
 
@@ -131,14 +136,14 @@ def bind_kv(model: PreTrainedModel, kv: Tensor) -> None:
 
     Args: kv: [num_blocks, layers, kv_heads, block_size, 2 * head_dim], K then V in the last dimension.
     """
-    is_traced = model.config._attn_implementation == OPERATOR_ATTENTION_NAME
+    attends_by_operator = is_traced(model)
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
         if isinstance(layer_idx, int) and not any(hasattr(child, "layer_idx") for child in module.children()):
             layer = kv[:, layer_idx]
             if hasattr(module, "kv_blocks"):
                 del module.kv_blocks
-            if is_traced:
+            if attends_by_operator:
                 torch._dynamo.mark_static(layer, [1, 2, 3])
                 module.kv_blocks = layer
             else:

@@ -6,26 +6,17 @@ long as one layer. There are two versions of it: for one token, and for any othe
 
 import logging
 import time
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.model.attention import OPERATOR_ATTENTION_NAME, bind_kv
 from server.model.decoder_layers import find_decoder_layers
 from server.model.layer_check import check_layers
-from server.model.residual_pass import ResidualPass
+from server.model.tracing import traced, tracing
 
 logger = logging.getLogger(__name__)
-
-OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ResidualPass()}
-"""For the compiler."""
-MAX_VERSIONS = 6
-"""Of a layer's code, two for each kind. torch gives up at 8, with an error that must not meet a step."""
 
 
 def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
@@ -42,19 +33,13 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
     bind_kv(model.base_model, kv)
     try:
         layers = find_decoder_layers(model, num_layers)
-        traced: list[Callable[..., Tensor]] = [
-            torch.compile(layer.forward, fullgraph=True, dynamic=True, options=OPTIONS) for layer in layers
-        ]
+        compiled = [traced(layer.forward) for layer in layers]
 
         def run(index: int, hidden: Tensor, /, **arguments: Any) -> Tensor:
-            return traced[index](hidden, **arguments)
+            output: Tensor = compiled[index](hidden, **arguments)
+            return output
 
-        # A number of the model is a constant to it, not an input as torch would have it.
-        limits = torch._dynamo.config.patch(specialize_float=True, recompile_limit=MAX_VERSIONS)
-        # Two sizes that are equal here, as of blocks and of heads, need not be later.
-        distinct = shapes_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-        with warnings.catch_warnings(), limits, distinct:
-            warnings.simplefilter("ignore")  # advice on the compiler's settings
+        with tracing():
             check_layers(model, layers, run)
     except Exception as error:  # whatever tracer and compiler have to say about an architecture
         model.config._attn_implementation = attention
@@ -62,7 +47,7 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
         logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
         logger.debug("why they cannot be compiled", exc_info=True)
         return False
-    for layer, forward in zip(layers, traced, strict=True):
+    for layer, forward in zip(layers, compiled, strict=True):
         layer.forward = forward
     logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started_s)
     return True

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from proposers.draft_model import DraftModelConfig
+from proposers.eagle import Eagle3Config
 from server.composition import target
 from server.model.traced_layers import trace_layers
 from server.request import Request, SamplingParams
@@ -16,6 +18,7 @@ from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.stepping import Stepping
 from tests.gpu.test_graphs import GREEDY, PLAIN
 from tests.gpu.test_step import DEVICE, MIXED, NUM_TOKENS, no_waiting, requests
+from tests.tiny_heads import build_tiny_eagle3
 from tests.tiny_model import build_tiny_model
 
 pytestmark = [
@@ -74,6 +77,27 @@ def test_no_step_waits_for_the_device(folder: Path) -> None:
     stepping.generate(requests(MIXED, 12, has_bad_words=True))
     with no_waiting():
         assert all(stepping.generate(requests(MIXED, 18, has_bad_words=True)))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_networks_that_draft_are_compiled_with_the_target(folder: Path, tmp_path: Path, method: str) -> None:
+    """Eager and captured, with padded batches and prompts in chunks; nothing is compiled later."""
+    config: Eagle3Config | DraftModelConfig = DraftModelConfig(method=method, model=str(folder))
+    if method == "eagle3":
+        config = Eagle3Config(method=method, model=str(build_tiny_eagle3(tmp_path)))
+    options: dict[str, Any] = {"k": 3, "depth": 1, "max_num_seqs": 5, "max_num_partial_prefills": 2}
+    options["build"] = lambda target: [config.model_copy(update={"num_speculative_tokens": 3}).build(target)]
+    plain = Stepping(folder, DEVICE, torch.float32, **options)
+    expected = plain.generate(requests(PLAIN, 19))
+    for capture in ((), (1, 2, 4, 5)):
+        stepping = compiled(folder, torch.float32, **options)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            if capture:
+                stepping.runner.capture(capture)
+            assert stepping.generate(requests(PLAIN, 19)) == expected
+        found, wanted = stepping.scheduler.statistics(), plain.scheduler.statistics()
+        assert found.accepted_tokens_per_position == wanted.accepted_tokens_per_position
+    assert counters["stats"]["unique_graphs"] == (8 if method == "eagle3" else 4)
 
 
 def test_a_server_compiles_before_it_serves(folder: Path) -> None:
