@@ -46,11 +46,14 @@ class HostDrafting:
         pending: by slot, what is staged with the sequence's next row.
     """
 
-    def __init__(self, members: Sequence[tuple[int, HostProposer]], batch: BatchState, vocab_size: int) -> None:
-        """Args: members: with the rank of each among all proposers, ascending."""
+    def __init__(
+        self, members: Sequence[tuple[int, HostProposer]], batch: BatchState, vocab_size: int, *, are_alone: bool
+    ) -> None:
+        """Args: members: with the rank of each among all proposers, ascending. are_alone: none is on the device."""
         self._members = members
         self._batch = batch
         self._vocab_size = vocab_size
+        self._are_alone = are_alone
         self._width = max(member.num_speculative_tokens for _, member in members)
         self._max_drafts: dict[int, int] = {}
         self._drafting: dict[int, tuple[tuple[int, HostProposer], ...]] = {}  # by slot, those that have not failed
@@ -156,6 +159,10 @@ class HostDrafting:
         """Put what was staged behind the known tokens, once its flight was sent."""
         batch, slots = self._batch, staged.slots
         places = slots[:, None], batch.num_tokens[slots][:, None] + self._offsets
+        if self._are_alone:  # there is nothing to choose from, and the device idles meanwhile
+            batch.token_ids[places] = staged.ids
+            batch.num_drafts[slots] = staged.counts
+            return
         is_taken = (batch.num_drafts[slots] == 0) | (staged.ranks < batch.draft_rank[slots])
         batch.token_ids[places] = torch.where(is_taken[:, None], staged.ids, batch.token_ids[places])
         batch.num_drafts[slots] = torch.where(is_taken, staged.counts, batch.num_drafts[slots])

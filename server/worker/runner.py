@@ -115,7 +115,8 @@ class Runner:
         self._is_second_captured = on_device is None or on_device.runs_on_device
         self._host_drafting = None
         if arranged.on_host:
-            self._host_drafting = HostDrafting(arranged.on_host, self.batch, head.vocab_size)
+            are_alone = on_device is None
+            self._host_drafting = HostDrafting(arranged.on_host, self.batch, head.vocab_size, are_alone=are_alone)
         self._guided = GuidedRows(head.vocab_size)
         self._logits_processor = LogitsProcessor(self.batch, head.vocab_size, self._transfer)
         self._drafting = Drafting(self.batch, on_device, arranged.followers, max_tokens=max_tokens)

@@ -51,7 +51,7 @@ def replay(pieces: Sequence[Sequence[int]], *, num_cached: int, proposes: bool) 
         method="suffix", num_speculative_tokens=MAX_DRAFTS, suffix_decoding_max_cached_requests=num_cached
     )
     batch = BatchState(len(pieces), 64, 16, MAX_DRAFTS, torch.device("cpu"))
-    drafting = HostDrafting([(0, SuffixProposer(config))], batch, 1 << 20)
+    drafting = HostDrafting([(0, SuffixProposer(config))], batch, 1 << 20, are_alone=True)
     places = [len(piece) // 4 for piece in pieces]
     for slot, piece in enumerate(pieces):
         prompt = tuple(piece[: places[slot]])

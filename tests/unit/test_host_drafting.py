@@ -43,7 +43,7 @@ class Recorder(HostProposer):
 def drafting(*members: Recorder, max_drafts: Sequence[int] = (K, K, K)) -> HostDrafting:
     """With a sequence in each slot, and no call noted."""
     batch = BatchState(len(max_drafts), 64, 16, K, torch.device("cpu"))
-    made = HostDrafting(list(enumerate(members)), batch, VOCAB)
+    made = HostDrafting(list(enumerate(members)), batch, VOCAB, are_alone=True)
     for slot, most in enumerate(max_drafts):
         request = Request(request_id=str(slot), prompt_token_ids=(1,), sampling=SamplingParams())
         made.start(SequenceStart(slot, request, 0, (1,), 1, 0, (), most))
@@ -86,7 +86,7 @@ def test_while_drafts_are_off_tokens_are_passed_on_and_nothing_else() -> None:
     assert result.draft_s == 1.0
 
 
-def test_the_first_with_drafts_is_asked_last() -> None:
+def test_nobody_is_asked_after_the_first_with_drafts() -> None:
     first, second = Recorder({0: [], 1: [5, 6]}), Recorder({0: [7], 1: [8]})
     made = drafting(first, second)
     advance(made, [(1,), (1,)], proposes=True)

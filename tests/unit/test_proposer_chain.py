@@ -87,7 +87,7 @@ def test_drafts_from_the_host_go_behind_those_of_whoever_ranks_before(device_nam
     starts = [start(slot, [slot + 1, 7], num_speculative_tokens=2) for slot in range(3)]
     batch = batch_of(starts, device_name, max_drafts=2)
     host = ScriptedHostProposer(2, [[slot + 1, 7, 8, 9, 9] for slot in range(3)])
-    drafting = HostDrafting([(1, host)], batch, VOCAB)
+    drafting = HostDrafting([(1, host)], batch, VOCAB, are_alone=False)
     for each in starts:
         drafting.start(each)
     put_drafts(batch, 1, [5])
@@ -110,7 +110,7 @@ def test_of_several_on_the_host_the_first_with_drafts_is_taken_and_all_learn() -
     starts = [start(slot, [slot + 1, 7], num_speculative_tokens=2) for slot in range(2)]
     batch = batch_of(starts, "cpu", max_drafts=2)
     first, second = ScriptedHostProposer(2, [[1, 0], [2, 7, 8, 9]]), ScriptedHostProposer(2, [[1, 7, 8, 5], [2, 0]])
-    drafting = HostDrafting([(0, first), (1, second)], batch, VOCAB)
+    drafting = HostDrafting([(0, first), (1, second)], batch, VOCAB, are_alone=True)
     for each in starts:
         drafting.start(each)
     rows = [decode_row(slot, 2, 0) for slot in range(2)]
@@ -120,5 +120,9 @@ def test_of_several_on_the_host_the_first_with_drafts_is_taken_and_all_learn() -
     staged = drafting.stage(rows, flight)
     assert staged is not None
     assert (staged.ranks.tolist(), staged.ids[:, 0].tolist()) == ([1, 0], [5, 9])
+    flight.send()
+    drafting.apply(staged)
+    assert batch.num_drafts[:2].tolist() == [1, 1]
+    assert batch.token_ids[:2, 2:4].tolist() == [[5, 0], [9, 0]]
     assert first.propose(1, 2) == [9]
     assert second.propose(0, 2) == [5]
