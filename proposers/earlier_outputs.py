@@ -116,13 +116,11 @@ class OutputCursor:
         return len(token_ids)
 
     def matches(self) -> list[tuple[SuffixAutomaton, int, int]]:
-        """The longest suffixes that something followed: index, state and tokens; none while anything waits."""
-        if self._young is None or self._waiting:
-            return []
+        """The longest suffixes that something followed: index, state and tokens; none before anything is taken in."""
         found = []
-        old, young = self._old, self._young
-        if old is not None and (match := old.longest_followed(*self._place)):
+        old, young, waiting = self._old, self._young, self._waiting
+        if old is not None and (match := old.longest_followed(*self._place, waiting)):
             found.append((old, *match))
-        if match := young.longest_followed(self._last, young.length[self._last]):
+        if young is not None and (match := young.longest_followed(self._last, young.length[self._last], waiting)):
             found.append((young, *match))
         return found

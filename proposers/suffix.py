@@ -11,12 +11,12 @@ from proposers.earlier_outputs import EarlierOutputs, OutputCursor
 from proposers.suffix_automaton import ROOT, SuffixAutomaton
 from server.plan import MAX_PROPOSED
 
-CATCH_UP = 1024
+CATCH_UP = 2048
 """Tokens of prompts, and of what came while drafts were off, that are taken in with a step: one or two milliseconds."""
 LEAST_CATCH_UP = 1 + MAX_PROPOSED
-"""Of each sequence in any case: what a step may bring."""
+"""Of each sequence in any case, and of its output for others: what a step may bring."""
 OTHERS_CATCH_UP = 256
-"""The same of outputs of sequences that nothing is drafted for any more."""
+"""For others, of outputs of sequences that nothing is drafted for any more."""
 
 
 class SuffixConfig(ProposerConfig):
@@ -59,8 +59,8 @@ class SuffixProposer(HostProposer):
     How far a draft goes follows from how sure it is: a long match allows more tokens, and it ends where the counts
     make what it has so far unlikely. Of this text and earlier outputs the one with more expected hits is taken.
 
-    Tokens are noted as they settle, and taken in when a draft is wanted: while drafts are off they cost next to
-    nothing. A sequence that is behind has no drafts, or those of the index that has caught up.
+    Tokens are noted as they settle, and taken in when a draft is wanted, some with each step: while drafts are off
+    they cost next to nothing. Until all are, the end of a text is looked for in what is.
 
     A text costs about 440 bytes a token until its slot is taken again; earlier outputs are bounded, see
     EarlierOutputs.
@@ -166,17 +166,20 @@ class _Text:
             self.output.note(token_ids)
 
     def take_in(self, max_tokens: int) -> int:
-        """Index what was noted first, at most so many tokens. Returns: how many."""
+        """Index what was noted first, at most so many tokens. Returns: how many.
+
+        What others may find of it can wait: it looks for itself among theirs whatever is taken in.
+        """
         token_ids = self._waiting[:max_tokens]
         del self._waiting[:max_tokens]
         self._last = self._own.extend(self._last, token_ids)
-        return max(len(token_ids), 0 if self.output is None else self.output.take_in(max_tokens))
+        if self.output is not None:
+            self.output.take_in(LEAST_CATCH_UP)
+        return len(token_ids)
 
     def matches(self) -> list[tuple[SuffixAutomaton, int, int]]:
         """The longest suffixes that something followed: index, state and tokens."""
         found = [] if self.output is None else self.output.matches()
-        if not self._waiting:
-            match = self._own.longest_followed(self._last, self._own.length[self._last])
-            if match is not None:
-                found.append((self._own, *match))
+        if match := self._own.longest_followed(self._last, self._own.length[self._last], self._waiting):
+            found.append((self._own, *match))
         return found

@@ -6,7 +6,7 @@ followed it there, is found without searching.
 Source: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text", for many texts at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 ROOT = 0
 """The state of the empty string: where each text begins."""
@@ -81,8 +81,16 @@ class SuffixAutomaton:
         state, num_matched = self.follow(ROOT, 0, token_ids)
         return state if num_matched == self.length[state] else self._link[state]
 
-    def longest_followed(self, state: int, num_matched: int) -> tuple[int, int] | None:
-        """The longest suffix of a text that something followed. Args: as of `follow`. Returns: its state and tokens."""
+    def longest_followed(self, state: int, num_matched: int, ahead: Sequence[int]) -> tuple[int, int] | None:
+        """The longest suffix of a text that something followed, or one of `depth` tokens, as more do not count.
+
+        Args: state, num_matched: as of `follow`. ahead: tokens behind those, which the text goes on with.
+        Returns: its state and tokens.
+        """
+        if len(ahead) >= self._depth:
+            state, num_matched = self.follow(ROOT, 0, ahead[-self._depth :])
+        elif ahead:
+            state, num_matched = self.follow(state, num_matched, ahead)
         while state > ROOT:
             if self.following[state]:
                 return state, min(num_matched, self.length[state])
