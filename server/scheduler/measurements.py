@@ -4,13 +4,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 TRIES = 2
-"""Steps of a kind after which their duration is known; the shortest of these counts."""
-_DURATION_MEMORY = 8
-"""Steps after which what was measured counts for little."""
-_NUM_TYPICAL = 16
-"""Steps whose lower quartile is what a step takes."""
-_LONGEST_SAMPLE = 1.5
-"""A step that takes longer than so many usual ones was held up by something else, and counts as that many."""
+"""Steps of a kind after which their duration is known."""
+_NUM_REMEMBERED = 8
+_QUANTILE = 0.4
+"""What a step takes is this quantile of so many: of two the shorter one, which delays make as long in the mean."""
 
 
 @dataclass(slots=True)
@@ -28,33 +25,11 @@ class Mean:
 
 @dataclass(slots=True)
 class Duration:
-    """Of steps of one kind, on a machine that pauses now and then."""
+    """Of steps of one kind, on a machine that delays them now and then: alike for a few of them and many."""
 
     seconds: float = float("inf")
     count: int = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it was measured often enough."""
-        return self.count >= TRIES
-
-    def add(self, duration_s: float) -> None:
-        """Take a step in."""
-        self.count += 1
-        if self.count <= TRIES:
-            self.seconds = min(self.seconds, duration_s)
-        else:
-            sample = min(duration_s, _LONGEST_SAMPLE * self.seconds)
-            self.seconds += (sample - self.seconds) / min(self.count, _DURATION_MEMORY)
-
-
-@dataclass(slots=True)
-class Typical:
-    """The lower quartile of the last steps of one kind: alike for many and few, where noise only makes steps longer."""
-
-    seconds: float = float("inf")
-    count: int = 0
-    _last: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TYPICAL))
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_REMEMBERED))
 
     @property
     def is_known(self) -> bool:
@@ -65,7 +40,7 @@ class Typical:
         """Take a step in."""
         self.count += 1
         self._last.append(duration_s)
-        self.seconds = sorted(self._last)[len(self._last) // 4]
+        self.seconds = sorted(self._last)[int(_QUANTILE * len(self._last))]
 
 
 def row_class(num_rows: int) -> int:

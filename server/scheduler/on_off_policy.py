@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from server.scheduler.draft_policy import Allowance
-from server.scheduler.measurements import TRIES, Mean, Typical, row_class
+from server.scheduler.measurements import TRIES, Duration, Mean, row_class
 
 LOOKING_SHARE = 0.01
 """Of the time without drafts, for looks."""
@@ -26,7 +26,7 @@ brought half of their price: they are looked at after some 30 steps."""
 LOOK_STEPS = 3
 """Steps with drafts until what the first one brought is known, and heeded."""
 USELESS_ROWS = 3
-"""Drafts of which so many rows in a row kept none are turned off."""
+"""Drafts of which the first rows, so many or more, kept none are turned off."""
 BEARABLE_LOSS, LOSS_OF_ONE = 2.0, 8.0
 """Others when they have lost more since they paid last: the first, and the second, divided by the rows, as few rows
 may be unlucky, and a text often becomes easier to draft for."""
@@ -63,8 +63,8 @@ class _Size:
     """
 
     start_cost: float
-    off: Typical = field(default_factory=Typical)
-    on: Typical = field(default_factory=Typical)
+    off: Duration = field(default_factory=Duration)
+    on: Duration = field(default_factory=Duration)
     age: int = 0
 
     @property

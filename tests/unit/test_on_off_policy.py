@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from server.scheduler.draft_policy import Allowance, DraftPolicy, FixedPolicy
-from server.scheduler.measurements import TRIES, Typical
+from server.scheduler.measurements import TRIES, Duration
 from server.scheduler.on_off_policy import (
     LOOK_STEPS,
     LOOKING_SHARE,
@@ -193,7 +193,7 @@ def test_few_steps_and_many_are_measured_alike_however_much_they_are_held_up() -
     found: dict[int, list[float]] = {TRIES: [], 100: []}
     for num_steps, seconds in found.items():
         for _ in range(200):
-            duration = Typical()
+            duration = Duration()
             for _ in range(num_steps):
                 duration.add(1.0 + noise.expovariate(1 / 0.4))
             seconds.append(duration.seconds)
