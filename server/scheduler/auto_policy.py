@@ -23,8 +23,9 @@ MAX_PROBE_INTERVAL = 256
 MAX_PROBE_COST = 2.0
 """More usual steps than this are not held against a step of a probe: the machine paused."""
 PROBE_COST_MEMORY = 8
-ACCEPTANCE_MEMORY = 24
-"""Steps of probes, and rows, after which what was measured counts for little."""
+ACCEPTANCE_MEMORY, STEPS_REMEMBERED = 24, 3
+"""Steps of probes, and rows, or the rows of so many steps if these are more, after which what was measured counts for
+little: those of a step and a half of a large batch would turn drafts off and on by chance."""
 PRIOR_WEIGHT = 8
 """Rows that a position counts as which is thought to go on as the one before it."""
 DURATION_AGE = 256
@@ -83,6 +84,7 @@ class AutoPolicy:
         self._candidates = [*(number for number in CANDIDATES if number < max_drafts), max_drafts]
         self._keeps = [Mean(0.0) for _ in range(max_drafts)]  # the chance of draft i if those before it were kept
         self._durations: dict[int, _Durations] = {}
+        self._memory = ACCEPTANCE_MEMORY
         self._num_steps = 0
         self._num_probes = 0
         self._probes_next = False
@@ -93,6 +95,7 @@ class AutoPolicy:
     def allow(self, num_rows: int) -> Allowance:
         """The best number of drafts so far; now and then a few rows try one size more."""
         num_rows = max(1, num_rows)
+        self._memory = max(ACCEPTANCE_MEMORY, STEPS_REMEMBERED * num_rows)
         durations = self._with_rows(num_rows)
         best = self._best(durations)
         more = min([number for number in self._candidates if number > best], default=0)
@@ -116,7 +119,7 @@ class AutoPolicy:
         """Take in how many drafts a row kept of those it might have had."""
         self._num_kept += num_accepted > allowance.max_drafts
         for i in range(min(allowed, num_accepted + 1)):
-            self._keeps[i].add(float(num_accepted > i), ACCEPTANCE_MEMORY)
+            self._keeps[i].add(float(num_accepted > i), self._memory)
 
     def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
         """Take in a duration; what a probe, or proposing for one, takes besides, is its cost."""

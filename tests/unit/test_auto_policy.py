@@ -134,6 +134,19 @@ def test_a_change_of_workload_is_noticed() -> None:
         assert mean_rate(auto, world, rows, first, end) >= 0.95 * best_fixed(world, rows, first, end)
 
 
+def test_an_unlucky_step_of_a_large_batch_does_not_turn_drafts_off() -> None:
+    """Half of the rows keep theirs, which pays; each is a sample, but those of one step are alike."""
+    policy = AutoPolicy(1)
+    for is_lucky in (*(True,) * 60, False):
+        allowance = policy.allow(16)
+        for row in range(16):
+            allowed = allowance.of_row(row, 16)
+            policy.settle_row(allowance, allowed, allowed * (is_lucky and row % 2 == 0))
+        policy.settle_step(allowance, 16, 1.33 if allowance.max_drafts else 1.0)
+    assert allowance.max_drafts == 1
+    assert policy.allow(16) == Allowance(1, 1)
+
+
 def test_a_change_of_load_is_noticed() -> None:
     def rows(step: int) -> int:
         return 32 if 150 <= step < 300 else 1
