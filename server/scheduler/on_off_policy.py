@@ -46,8 +46,8 @@ the first time of all."""
 FAR = 16.0
 """The price of steps with so many times as many rows tells nothing of others."""
 SURE = 1.3
-"""Where there are suddenly more rows, or fewer, drafts are turned on or off at once if they bring so much more than
-their price there, or less."""
+"""Drafts that bring so much more than their price, or less, are turned on or off at once where there are suddenly more
+rows, or fewer; and while they do, an old price is as good as a new one."""
 MOST_UNSEEN = 16
 """Steps since drafts were turned on of which none could be measured, as prompts were computed with all: they are
 turned off again."""
@@ -73,10 +73,6 @@ class _Size:
         if not (self.off.is_known and self.on.is_known):
             return None
         return max(LEAST_PRICE, self.on.seconds / self.off.seconds)
-
-    def is_old(self, new_age: int) -> bool:
-        """Whether to measure `off` again, which costs a start, too; or for the first time, at that age."""
-        return self.age >= (max(PRICE_AGE, self.start_cost / LOOKING_SHARE) if self.off.is_known else new_age)
 
 
 class OnOffPolicy:
@@ -179,10 +175,17 @@ class OnOffPolicy:
         is_useless = self._num_seen >= USELESS_ROWS and not self._num_kept
         if is_useless or self._lost > BEARABLE_LOSS + LOSS_OF_ONE / num_rows or self._num_unseen > MOST_UNSEEN:
             self._is_on, self._num_off = False, 0
-        elif size.is_old(NEW_AGE if known_price else FIRST_AGE):
+        elif self._is_to_measure(size, known_price):
             self._num_measuring = TRIES + 1
             return False
         return self._is_on
+
+    def _is_to_measure(self, size: _Size, price: float | None) -> bool:
+        """Whether steps without drafts are measured, if that may matter; it costs a start, too."""
+        if not size.off.is_known:
+            return size.age >= (NEW_AGE if price else FIRST_AGE)
+        is_old = size.age >= max(PRICE_AGE, size.start_cost / LOOKING_SHARE)
+        return is_old and price is not None and self._worth.value < SURE * price
 
     def _may_look(self, price: float, start_cost: float) -> bool:
         """Whether a look is paid for that finds drafts useless."""

@@ -188,6 +188,15 @@ def test_good_drafts_are_used_though_steps_are_held_up(num_rows: int) -> None:
     assert sum(ratios) / len(ratios) >= 0.95
 
 
+@pytest.mark.parametrize("num_rows", HELD_UP)
+def test_drafts_that_bring_far_more_than_their_price_go_on(num_rows: int) -> None:
+    """Another price of theirs would change nothing."""
+    device = HELD_UP[num_rows]
+    decoding = Decoding(on_off(device), device)
+    decoding.run(num_rows, SOON, 0.94)
+    assert share_on(decoding.run(num_rows, 2000, 0.94)) == 1
+
+
 def test_few_steps_and_many_are_measured_alike_however_much_they_are_held_up() -> None:
     noise = random.Random(0)
     found: dict[int, list[float]] = {TRIES: [], 100: []}
