@@ -11,34 +11,16 @@ import torch
 from torch import Tensor
 
 from server.kernels.jit import ceil_div, jit, next_power_of_2, num_multiprocessors, tl
+from server.kernels.noise_kernel import mix_32, state, stream_word, to_unit
 
 BLOCK_V = 1024
 PROGRAMS_PER_MULTIPROCESSOR = 8
 
 
 @jit()
-def _mix_64(x: tl.tensor) -> tl.tensor:
-    """The finaliser of splitmix64, on uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@jit()
-def _mix_32(x: tl.tensor) -> tl.tensor:
-    """lowbias32, on uint32."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@jit()
 def _gumbel(low: tl.tensor, high: tl.tensor, token_id: tl.tensor) -> tl.tensor:
     """The noise of uint32 token ids under the two words of a key and position."""
-    word = _mix_32(_mix_32((token_id * 0x9E3779B9) ^ low) ^ high)
-    signed = word.to(tl.int32, bitcast=True)
-    unsigned = signed.to(tl.float32) + tl.where(signed < 0, 4294967296.0, 0.0)  # rounds as the twin does
-    unit = tl.minimum((unsigned + 0.5) * 2.3283064365386963e-10, 1.0 - 5.9604644775390625e-08)  # 2^-32, 2^-24
+    unit = to_unit(mix_32(mix_32((token_id * 0x9E3779B9) ^ low) ^ high))
     # There is no log1p here. log(w) / (w - 1) with the rounded w = 1 - unit is as exact as one (Goldberg 1991,
     # theorem 4): the error of w is in both factors.
     rest = 1.0 - unit
@@ -67,11 +49,8 @@ def _part_kernel(
     """The best token of one position of one row (axis 0) in one part (axis 1) of the vocabulary."""
     part = tl.program_id(1)
     row, offset = tl.program_id(0) // num_positions, tl.program_id(0) % num_positions
-    key = tl.load(key_ptr + row).to(tl.uint64, bitcast=True)
-    position = (tl.load(position_ptr + row) + offset).to(tl.uint64, bitcast=True)
     temperature = tl.load(temperature_ptr + row)
-    word = _mix_64(_mix_64(key + STREAM) + position * 0x9E3779B97F4A7C15)
-    low, high = word.to(tl.uint32), (word >> 32).to(tl.uint32)
+    low, high = state(tl.load(key_ptr + row), tl.load(position_ptr + row) + offset, STREAM)
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row + offset * stride_position
 
     end = tl.minimum((part + 1) * part_size, vocab_size)
@@ -177,7 +156,7 @@ def gumbel_argmax(
         part_size,
         logits.stride(0),
         logits.stride(1),
-        STREAM=stream * 0x9E3779B97F4A7C15 % 2**64,
+        STREAM=stream_word(stream),
         HAS_NOISE_IDS=noise_ids is not None,
         BLOCK_V=BLOCK_V,
     )

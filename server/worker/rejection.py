@@ -13,6 +13,7 @@ from proposers.base import DraftVocabulary
 from server.kernels import cpu_sampling, jit, rejection_reference
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.noise import Stream, gumbel, uniform
+from server.kernels.noise_kernel import uniforms
 from server.kernels.rejection import Method, verify_drafts
 from server.model.sampling_operators import has_sampling_operators
 
@@ -102,16 +103,17 @@ class RejectionRule:
         key, position: [n] int64, the rows' own, and where the first token goes that they get.
         """
         num_drafts = drafts.ids.shape[1]
-        coin = torch.arange(num_drafts, device=position.device)
-        coins = position[:, None] * _COINS_PER_POSITION + coin
-        keys = key[:, None].expand_as(coins)
         if self._has_operators:
-            return self._verify_by_operators(target_logits, drafts, keys, coins, position)
-        judged = target_logits, drafts.ids.long(), drafts.counts, uniform(keys, coins, Stream.ACCEPT).contiguous()
+            return self._verify_by_operators(target_logits, drafts, *_coins(key, position, num_drafts), position)
+        if has_kernels := jit.is_available(target_logits.device):
+            numbers = uniforms(key, position * _COINS_PER_POSITION, num_drafts, Stream.ACCEPT)
+        else:
+            numbers = uniform(*_coins(key, position, num_drafts), Stream.ACCEPT).contiguous()
+        judged = target_logits, drafts.ids.long(), drafts.counts, numbers
         rates = None if self._rates is None else self._rates[:num_drafts]
-        verify = verify_drafts if jit.is_available(target_logits.device) else rejection_reference.verify_drafts
+        verify = verify_drafts if has_kernels else rejection_reference.verify_drafts
         num_accepted, weights = verify(*judged, self._method, drafts.logits, self._to_draft, rates)
-        scores = None if jit.is_available(target_logits.device) else target_logits.amax(-1)
+        scores = None if has_kernels else target_logits.amax(-1)
         return Verified(num_accepted, _draw(weights, key, position), scores)
 
     def _verify_by_operators(
@@ -129,6 +131,12 @@ class RejectionRule:
                 self._to_draft,
             )
         )
+
+
+def _coins(key: Tensor, position: Tensor, num_drafts: int) -> tuple[Tensor, Tensor]:
+    """[n, k] int64 each: what the coin of each draft is made of."""
+    coins = position[:, None] * _COINS_PER_POSITION + torch.arange(num_drafts, device=position.device)
+    return key[:, None].expand_as(coins), coins
 
 
 def _draw(weights: Tensor, key: Tensor, position: Tensor) -> Tensor:

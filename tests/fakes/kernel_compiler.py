@@ -17,6 +17,7 @@ from server.kernels.invariant_linear import invariant_linear
 from server.kernels.invariant_mean import invariant_mean
 from server.kernels.kv_write import write_kv
 from server.kernels.ngram_lookup import ngram_lookup
+from server.kernels.noise_kernel import uniforms
 from server.kernels.paged_attention import paged_attention
 from server.kernels.penalties import penalise
 from server.kernels.rejection import Method, verify_drafts
@@ -67,6 +68,7 @@ def launch_all() -> None:
         write_kv(layer, key, key, rows, rows)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1)
     gumbel_argmax(torch.zeros(2, 1, 5000), rows, rows, torch.ones(2), 1, torch.arange(5000))
+    uniforms(rows, rows, 4, 1)
     ngram_lookup(torch.zeros(4, 99, dtype=torch.int32), rows, rows, rows.int(), 99, torch.ones(3, dtype=torch.int32), 5)
     look_up_tokens(rows, rows, rows, rows, rows, torch.zeros(4, 99).int(), torch.zeros(4, 7).int(), 16)
     ids, ones = torch.zeros(2, 99, dtype=torch.int32), torch.ones(2)
