@@ -1,13 +1,15 @@
 """Draft after draft: each is drawn from what a network makes of the one before."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetView
-from proposers.draft_sampling import draw
+from proposers.draft_sampling import Drawn, Draws
 from proposers.flat_tokens import FlatTokens
 from proposers.network import BatchMemory, ChainNetwork
-from server.model.attention import AttentionGroup
+from server.model.attention import AttentionGroup, AttentionStep
 
 
 class DraftChain:
@@ -53,54 +55,86 @@ class DraftChain:
         """
         limit = min(self._limit, memory.num_positions)
         width = self._num_drafts if inputs.num_proposed is None else min(self._num_drafts, inputs.num_proposed)
+        sampling = None if self.vocabulary is None else inputs.sampling
+        draws = None if sampling is None else Draws(sampling, inputs.num_tokens, self._to_target)
+        places = _Places(inputs, memory, width, limit, is_ready, starts)
         ids: list[Tensor] = []
-        logits: list[Tensor] = []
-        keeps_logits = self.vocabulary is not None and inputs.sampling is not None and inputs.sampling.has_unseeded
-        counts = torch.zeros_like(inputs.num_tokens)
-        is_usable = torch.ones_like(counts, dtype=torch.bool) if is_ready is None else is_ready
-        certainty = torch.ones_like(counts, dtype=torch.float32)
+        drawn: list[Drawn] = []
+        certainty: list[Tensor] = []
         for index in range(width):
             if hidden is None or index:
                 newest = inputs.token_ids[inputs.slots, inputs.num_tokens - 1].long() if index == 0 else ids[-1]
-                tokens = _last_tokens(inputs, index, is_usable & (inputs.num_tokens + index <= limit))
-                positions, step = tokens.step(memory, starts)
+                positions, step = places.of(index)
                 hidden = self._network.forward(newest, positions, step, hidden)
             scores = self._network.logits(hidden)
-            chosen, drawn_from = self._choose(scores, inputs, index)
-            if keeps_logits:
-                logits.append(drawn_from)
-            is_usable = is_usable & torch.isfinite(scores.amax(-1))
-            counts += is_usable
-            ids.append(chosen if self._to_target is None else self._to_target[chosen])
+            drawn.append(_likeliest(scores) if draws is None else draws.draw(scores, index))
+            ids.append(drawn[-1].ids if self._to_target is None else self._to_target[drawn[-1].ids])
             if self._least_certainty:
-                certainty *= torch.exp(drawn_from.amax(-1) - drawn_from.logsumexp(-1))
-                is_usable = is_usable & (certainty >= self._least_certainty)
-                if self._may_stop and not is_usable.any():
+                logits = drawn[-1].logits
+                largest = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
+                certainty.append(largest if index == 0 else largest * certainty[-1])
+                if self._may_stop and not _all_of(certainty[-1] >= self._least_certainty, is_ready).any():
                     break
+        is_draft = torch.stack([each.best for each in drawn]).isfinite()
+        if certainty:
+            is_draft[1:] &= torch.stack(certainty)[:-1] >= self._least_certainty
+        counts = _all_of(is_draft, is_ready).cumprod(0).sum(0)
         room = (limit - inputs.num_tokens + 1).clamp(min=0)
         counts = torch.minimum(torch.minimum(counts, room), inputs.max_drafts.long())
-        is_draft = torch.arange(len(ids), device=counts.device) < counts[:, None]
+        is_kept = torch.arange(len(ids), device=counts.device) < counts[:, None]
+        keeps_logits = sampling is not None and sampling.has_unseeded
         return Draft(
-            torch.where(is_draft, torch.stack(ids, 1), -1).int(),
+            torch.where(is_kept, torch.stack(ids, 1), -1).int(),
             counts.int(),
-            torch.stack(logits, 1) if keeps_logits else None,
+            torch.stack([each.logits for each in drawn], 1) if keeps_logits else None,
         )
 
-    def _choose(self, scores: Tensor, inputs: ProposeInput, index: int) -> tuple[Tensor, Tensor]:
-        if self.vocabulary is None or inputs.sampling is None:
-            return scores.argmax(-1), scores
-        return draw(scores, inputs.sampling, inputs.num_tokens, index, self._to_target)
+
+def _likeliest(logits: Tensor) -> Drawn:
+    return Drawn(logits.argmax(-1), logits, logits.amax(-1))
 
 
-def _last_tokens(inputs: ProposeInput, index: int, is_real: Tensor) -> FlatTokens:
-    """One token for each sequence: the one in front of the draft with this index."""
-    row = torch.arange(inputs.slots.shape[0], device=inputs.slots.device)
-    return FlatTokens(
-        slots=inputs.slots,
-        positions=inputs.num_tokens + index - 1,
-        is_real=is_real,
-        rows=inputs.slots,
-        first_token=row,
-        num_query=torch.ones_like(row),
-        groups=(AttentionGroup(0, row.shape[0], 0, 1, inputs.max_num_tokens + index),),
-    )
+def _all_of(flags: Tensor, others: Tensor | None) -> Tensor:
+    return flags if others is None else flags & others
+
+
+class _Places:
+    """Where the tokens in front of k drafts of R sequences go, [k, R], found all at once.
+
+    Those in front of drafts that a sequence gets no more are not told from others: nobody attends to what is behind a
+    sequence's newest token before it is written anew.
+    """
+
+    def __init__(
+        self,
+        inputs: ProposeInput,
+        memory: BatchMemory,
+        num_drafts: int,
+        limit: int,
+        is_ready: Tensor | None,
+        starts: Tensor | None,
+    ) -> None:
+        self._context_bound = inputs.max_num_tokens
+        self._rows = torch.arange(inputs.slots.shape[0], device=inputs.slots.device)
+        ahead = torch.arange(num_drafts, device=inputs.slots.device)[:, None]
+        tokens = FlatTokens(
+            slots=inputs.slots,
+            positions=inputs.num_tokens + ahead - 1,
+            is_real=_all_of(inputs.num_tokens + ahead <= limit, is_ready),
+            rows=inputs.slots,
+            first_token=self._rows,
+            num_query=torch.ones_like(self._rows),
+            groups=(),
+        )
+        self._positions, self._step = tokens.step(memory, starts)
+
+    def of(self, index: int) -> tuple[Tensor, AttentionStep]:
+        """Positions of the tokens in front of one draft of each sequence, and how to attend."""
+        positions, step = self._positions[index], self._step
+        return positions, replace(
+            step,
+            write_blocks=step.write_blocks[index],
+            write_offsets=step.write_offsets[index],
+            positions=positions,
+            groups=(AttentionGroup(0, self._rows.shape[0], 0, 1, self._context_bound + index),),
+        )

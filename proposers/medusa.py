@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput, TargetOutline, TargetView
-from proposers.draft_sampling import draw
+from proposers.draft_sampling import Draws
 from proposers.head_config import HeadConfig
 from proposers.medusa_heads import MedusaHeads, medusa_heads, medusa_weights
 from server.errors import ConfigError
@@ -80,9 +80,7 @@ class MedusaProposer:
         sampling = inputs.sampling
         if self.vocabulary is None or sampling is None:
             return logits.argmax(-1), None
-        drawn = [
-            draw(logits[:, index], sampling, inputs.num_tokens, index, self._heads.to_target)
-            for index in range(logits.shape[1])
-        ]
-        ids = torch.stack([chosen for chosen, _ in drawn], dim=1)
-        return ids, torch.stack([scaled for _, scaled in drawn], dim=1) if sampling.has_unseeded else None
+        draws = Draws(sampling, inputs.num_tokens, self._heads.to_target)
+        drawn = [draws.draw(logits[:, index], index) for index in range(logits.shape[1])]
+        ids = torch.stack([each.ids for each in drawn], dim=1)
+        return ids, torch.stack([each.logits for each in drawn], dim=1) if sampling.has_unseeded else None

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from proposers.base import DraftSampling
-from proposers.draft_sampling import draw
+from proposers.draft_sampling import Draws
 from server.kernels.gumbel_argmax import gumbel_argmax
 from server.kernels.noise import Stream, gumbel
 
@@ -21,7 +21,7 @@ SIGNIFICANCE = 1e-4
 
 @dataclass(frozen=True)
 class Draw:
-    """`draw` by one of its implementations, with its results on the CPU.
+    """Draws by one of their implementations, with its results on the CPU.
 
     Attributes:
         sample: takes the kernel's place; None for the path without kernels.
@@ -44,8 +44,8 @@ class Draw:
             patch("proposers.draft_sampling.jit.is_available", lambda _: self.sample is not None),
             patch("proposers.draft_sampling.gumbel_argmax", self.sample),
         ):
-            ids, scaled = draw(logits.to(self.device), placed, num_tokens.to(self.device), index, known)
-        return ids.cpu(), scaled.cpu()
+            drawn = Draws(placed, num_tokens.to(self.device), known).draw(logits.to(self.device), index)
+        return drawn.ids.cpu(), drawn.logits.cpu()
 
 
 def twin_of_kernel(
