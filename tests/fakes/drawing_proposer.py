@@ -3,7 +3,7 @@
 import torch
 
 from proposers.base import Draft, DraftVocabulary, ProposeInput
-from proposers.draft_sampling import draw
+from proposers.draft_sampling import Draws
 
 
 class DrawingProposer:
@@ -28,11 +28,12 @@ class DrawingProposer:
         assert inputs.sampling is not None
         last = inputs.token_ids[inputs.slots, inputs.num_tokens - 1].long()
         ids, logits = [], []
+        draws = Draws(inputs.sampling, inputs.num_tokens, self._known)
         for index in range(self.num_speculative_tokens):
-            drawn, drawn_from = draw(self._table[last], inputs.sampling, inputs.num_tokens, index, self._known)
-            last = self._known[drawn]
+            drawn = draws.draw(self._table[last], index)
+            last = self._known[drawn.ids]
             ids.append(last)
-            logits.append(drawn_from)
+            logits.append(drawn.logits)
         place = torch.arange(len(ids), device=last.device)
         counts = inputs.max_drafts.clamp(max=len(ids))
         drafts = torch.where(place < counts[:, None], torch.stack(ids, 1), -1)
