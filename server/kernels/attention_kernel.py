@@ -126,7 +126,7 @@ def _merge_parts(
 
 @jit(
     unspecialised=(
-        *("first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "starts_ptr"),
+        *("arrivals_ptr", "first_token_ptr", "num_query_ptr", "slots_ptr", "positions_ptr", "starts_ptr"),
         *("num_rows", "num_tiles", "num_splits", "fewest_splits", "max_num_query"),
     ),
     is_slow_to_compile=True,
