@@ -38,7 +38,7 @@ MEMORY = 16
 """Steps with drafts after which what one brought counts for little."""
 ASSUMED_PRICE = 2.0
 """Until one is known."""
-LEAST_PRICE = 1.05
+LEAST_PRICE = 1.1
 """Drafts are never thought to cost less: a pause while those without were measured would make them seem free."""
 PRICE_AGE, NEW_AGE, FIRST_AGE = 256, 24, 2
 """Steps with drafts after which those without are measured again, for the first time with about so many rows, and for
@@ -125,6 +125,8 @@ class OnOffPolicy:
             size.on.add(duration_s)
             size.age += 1
         elif allowance.is_steady:
+            if size.age >= PRICE_AGE:
+                size.off = Duration()
             size.off.add(duration_s)
             size.age = 0
         if allowance.max_drafts:
@@ -184,8 +186,7 @@ class OnOffPolicy:
         """Whether steps without drafts are measured, if that may matter; it costs a start, too."""
         if not size.off.is_known:
             return size.age >= (NEW_AGE if price else FIRST_AGE)
-        is_old = size.age >= max(PRICE_AGE, size.start_cost / LOOKING_SHARE)
-        return is_old and price is not None and self._worth.value < SURE * price
+        return size.age >= PRICE_AGE and price is not None and self._worth.value < SURE * price
 
     def _may_look(self, price: float, start_cost: float) -> bool:
         """Whether a look is paid for that finds drafts useless."""
