@@ -18,6 +18,8 @@ MAX_INCOMPLETE = 3
 PROMPT_CONTEXT = 5
 """Prompt tokens that output is decoded behind, up to MAX_CONTEXT where that would cut a character."""
 MAX_CONTEXT = PROMPT_CONTEXT + MAX_INCOMPLETE
+MAX_PENDING = 64
+"""Tokens without an end between characters that are decoded together: bytes that are no text may go on for ever."""
 
 REPLAYED_TOKENS = 64
 """Delivered tokens that are decoded again where another node's choice is gone on with: enough to decode the next ones
@@ -89,7 +91,16 @@ class IncrementalDecoder:
         stable = max(self._returned, len(text) - num_incomplete)
         new_text = text[self._returned : stable]
         self._returned = stable
+        if len(self._new) > MAX_PENDING:
+            self._shorten(len(text) - stable)
         return new_text, False
+
+    def _shorten(self, num_incomplete: int) -> None:
+        """Make context of all new tokens but those of the text's last characters, so many of which are incomplete."""
+        last = self._new[-MAX_INCOMPLETE:]
+        self._set_context(self._new[:-MAX_INCOMPLETE])
+        self._new = last
+        self._returned = len(self._decode(self._context + last)) - num_incomplete
 
     def _set_context(self, token_ids: list[int]) -> None:
         self._context, self._new = token_ids, []

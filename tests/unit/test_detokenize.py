@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from server.engine.detokenize import REPLACEMENT, ChoiceText, Decoder, IncrementalDecoder
+from server.engine.detokenize import MAX_PENDING, REPLACEMENT, ChoiceText, Decoder, IncrementalDecoder
 from server.request import SamplingParams
 from tests.fakes.executor import token_logprobs
 from tests.fakes.tokenizers import tiny_tokenizer
@@ -139,21 +139,39 @@ def test_a_prompt_cut_within_a_character(byte_level: Decoder) -> None:
             assert "".join(pieces).lstrip(REPLACEMENT) == "bb"
 
 
+class Counting:
+    """Another decoder, and the most tokens that it was given at once."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.longest = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return self._decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
 def test_window_does_not_grow(tmp_path: Path) -> None:
-    decoder = tiny_tokenizer(tmp_path)
-    longest = 0
-
-    class Counting:
-        def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-            nonlocal longest
-            longest = max(longest, len(token_ids))
-            return decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
+    decoder = Counting(tiny_tokenizer(tmp_path))
     rng = random.Random(0)
-    text = IncrementalDecoder(Counting(), list(range(100)), skip_special_tokens=True)
+    text = IncrementalDecoder(decoder, list(range(100)), skip_special_tokens=True)
     for _ in range(500):
         text.push(rng.choice([0, 50, 80, 100, 300, 511]))
-    assert longest <= 16
+    assert decoder.longest <= 16
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("raw", [b"\xff", b"\xe6\x97", b"\xf0\x9f\x98"])
+def test_window_does_not_grow_over_bytes_that_are_no_text(
+    byte_level_ids: "tuple[Decoder, dict[int, int]]", kind: str, raw: bytes
+) -> None:
+    decoder, ids = byte_level_ids if kind == "byte level" else (BYTE_FALLBACK, {byte: byte for byte in range(256)})
+    token_ids = [ids[byte] for byte in raw * 300]
+    counting = Counting(decoder)
+    tail = [258, *(ids[byte] for byte in "é日😀".encode())]
+    streamed = "".join(pushed(counting, [], token_ids + tail))
+    assert streamed == decoder.decode(token_ids + tail, skip_special_tokens=True)
+    assert counting.longest <= 2 * (MAX_PENDING + 1)
 
 
 # -- the text of a choice ----------------------------------------------------------------------
