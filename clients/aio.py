@@ -26,7 +26,14 @@ from clients.channel import (
 from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError
 from clients.metadata import Metadata, checked_metadata
 from clients.outputs import Delta, Event, OutputBuilder
-from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
+from clients.requests import (
+    GenerateOptions,
+    Message,
+    abort_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
 from clients.retry import DEFAULT_RETRY, RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
@@ -42,7 +49,7 @@ class AsyncGeneration(AsyncStream):
         self._deadline = Deadline(timeout_s)
         self._has_tokens = False
         self._num_attempts = 1
-        self._call = open_call(timeout_s)
+        self._call = open_call(self._deadline.remaining_s())
 
     def cancel(self) -> None:
         """End the call if it is live."""
@@ -136,13 +143,13 @@ class AsyncClient:
         self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None, timeout_s: float | None = None
     ) -> str:
         """The text of some token ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, skip_special_tokens)
         response: pb.DetokenizeResponse = await self._unary(self._stub.Detokenize, request, timeout_s)
         return response.text
 
     async def abort(self, *request_ids: str, timeout_s: float | None = None) -> dict[str, bool]:
         """End requests early; says per id whether it was live."""
-        request = pb.AbortRequest(request_ids=request_ids)
+        request = abort_request(request_ids)
         response: pb.AbortResponse = await self._unary(self._stub.Abort, request, timeout_s)
         return {result.request_id: result.found for result in response.results}
 

@@ -1,10 +1,11 @@
 """How both clients connect, and the health protocol's two messages."""
 
+import math
 import time
 
 import grpc
 
-from clients.errors import DeadlineExceededError
+from clients.errors import DeadlineExceededError, InvalidRequestError
 
 
 def channel_options(*, connect_s: float, ping_after_s: float, ping_timeout_s: float) -> tuple[tuple[str, int], ...]:
@@ -49,11 +50,19 @@ def not_ready(target: str, timeout_s: float | None, last: str) -> DeadlineExceed
     return DeadlineExceededError(f"{target} was not ready {within}: {last}", grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
+MAX_TIMEOUT_S = 1e8
+"""Three years. A longer time is as good as none; from 300 on, gRPC's would end at once."""
+
+
 class Deadline:
     """A point in time that all attempts of one call share."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        """Raises: InvalidRequestError for what is no number."""
+        if timeout_s is not None and (not isinstance(timeout_s, int | float) or math.isnan(timeout_s)):
+            raise InvalidRequestError.of("timeout_s", f"must be a number of seconds or None, got {timeout_s!r}")
+        has_end = timeout_s is not None and timeout_s <= MAX_TIMEOUT_S
+        self._end_s = time.monotonic() + timeout_s if timeout_s is not None and has_end else None
 
     def remaining_s(self) -> float | None:
         """Seconds left, at least 0; None if there is no deadline."""

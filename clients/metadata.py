@@ -1,7 +1,7 @@
 """Metadata of calls: what gRPC would refuse without a word about which key it was."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from clients.errors import InvalidRequestError
 
@@ -14,8 +14,13 @@ _VALUE = re.compile(r"[ -~]*")
 
 def checked_metadata(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     """The metadata, if a call can carry it. Raises: InvalidRequestError naming the key that it cannot."""
+    if isinstance(metadata, str | bytes | Mapping):
+        raise InvalidRequestError.of("metadata", f"must be pairs of a key and a value, got {metadata!r}")
     given = tuple(metadata)
-    for key, value in given:
+    for pair in given:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InvalidRequestError.of("metadata", f"must be pairs of a key and a value, got {pair!r}")
+        key, value = pair
         field = f"metadata[{key!r}]"
         if not _KEY.fullmatch(key):
             raise InvalidRequestError.of(field, "keys are of lower-case letters, digits, '_', '-' and '.'")

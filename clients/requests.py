@@ -121,11 +121,34 @@ def generate_request(prompt: str | None, options: GenerateOptions) -> pb.Generat
 def tokenize_request(
     text: str | None, messages: Iterable[Message] | None, add_special_tokens: bool | None
 ) -> pb.TokenizeRequest:
-    """The request. Raises: InvalidRequestError unless exactly one of text and messages is given."""
+    """The request.
+
+    Raises: InvalidRequestError unless exactly one of text and messages is given, or for what the wire cannot carry.
+    """
     if (text is None) == (messages is None):
         raise InvalidRequestError.of("prompt", "give exactly one of text and messages")
-    chat = None if messages is None else _chat(messages)
-    return pb.TokenizeRequest(text=text, chat=chat, add_special_tokens=add_special_tokens)
+    request = pb.TokenizeRequest(chat=None if messages is None else _chat(messages))
+    if text is not None:
+        _assign(request, "text", text, "text")
+    if add_special_tokens is not None:
+        _assign(request, "add_special_tokens", add_special_tokens, "add_special_tokens")
+    return request
+
+
+def detokenize_request(token_ids: Iterable[int], skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    """The request. Raises: InvalidRequestError for what the wire cannot carry."""
+    request = pb.DetokenizeRequest()
+    _extend(request, "token_ids", token_ids, "token_ids")
+    if skip_special_tokens is not None:
+        _assign(request, "skip_special_tokens", skip_special_tokens, "skip_special_tokens")
+    return request
+
+
+def abort_request(request_ids: Iterable[str]) -> pb.AbortRequest:
+    """The request. Raises: InvalidRequestError for ids that are no text."""
+    request = pb.AbortRequest()
+    _extend(request, "request_ids", request_ids, "request_ids")
+    return request
 
 
 def _chat(messages: Iterable[Message]) -> pb.ChatMessages:
@@ -154,7 +177,9 @@ def _set_sampling(sampling: pb.SamplingParams, name: str, value: Any) -> None:
         raise TypeError(f"no option {name!r}; there are {sorted(GenerateOptions.__annotations__)}")
     match name:
         case "logit_bias":
-            for token_id, bias in dict(value).items():
+            if not isinstance(value, Mapping):
+                raise InvalidRequestError.of(path, f"must be a mapping from token ids to numbers, got {value!r}")
+            for token_id, bias in value.items():
                 try:
                     sampling.logit_bias[token_id] = bias
                 except (TypeError, ValueError) as error:
@@ -197,8 +222,12 @@ def _assign(message: ProtoMessage, name: str, value: object, path: str) -> None:
         raise InvalidRequestError.of(path, str(error)) from error
 
 
-def _extend(message: object, name: str, values: Iterable[object], path: str) -> None:
+def _extend(message: ProtoMessage, name: str, values: Iterable[object], path: str) -> None:
+    is_text = message.DESCRIPTOR.fields_by_name[name].type == FieldDescriptor.TYPE_STRING
     try:
-        getattr(message, name).extend(values)
+        listed = list(values)
+        if is_text and (wrong := [i for i, value in enumerate(listed) if not isinstance(value, str)]):
+            raise InvalidRequestError.of(f"{path}[{wrong[0]}]", f"must be text, got {listed[wrong[0]]!r}")
+        getattr(message, name).extend(listed)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError.of(path, str(error)) from error

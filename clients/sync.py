@@ -25,7 +25,14 @@ from clients.channel import (
 from clients.errors import DeadlineExceededError, OutriderClientError, UnavailableError, error_from_rpc
 from clients.metadata import Metadata, checked_metadata
 from clients.outputs import Delta, Event, Finished, GenerationOutput, OutputBuilder, Started
-from clients.requests import GenerateOptions, Message, generate_request, tokenize_request
+from clients.requests import (
+    GenerateOptions,
+    Message,
+    abort_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
 from clients.retry import DEFAULT_RETRY, RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.inference_pb2_grpc import InferenceStub
@@ -45,7 +52,7 @@ class Generation:
         self._builder = OutputBuilder()
         self._has_tokens = False
         self._num_attempts = 1
-        self._call = open_call(timeout_s)
+        self._call = open_call(self._deadline.remaining_s())
 
     @property
     def started(self) -> Started | None:
@@ -188,13 +195,13 @@ class Client:
         self, token_ids: Iterable[int], *, skip_special_tokens: bool | None = None, timeout_s: float | None = None
     ) -> str:
         """The text of some token ids."""
-        request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        request = detokenize_request(token_ids, skip_special_tokens)
         response: pb.DetokenizeResponse = self._unary(self._stub.Detokenize, request, timeout_s)
         return response.text
 
     def abort(self, *request_ids: str, timeout_s: float | None = None) -> dict[str, bool]:
         """End requests early; says per id whether it was live."""
-        request = pb.AbortRequest(request_ids=request_ids)
+        request = abort_request(request_ids)
         response: pb.AbortResponse = self._unary(self._stub.Abort, request, timeout_s)
         return {result.request_id: result.found for result in response.results}
 

@@ -1,6 +1,7 @@
 """Metadata that a call cannot carry is refused by its key, before anything is sent."""
 
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -58,6 +59,12 @@ def test_what_grpc_refuses_is_refused_by_its_key(pair: tuple[str, str | bytes]) 
         checked_metadata([*LEGAL, pair])
     assert [violation.field for violation in caught.value.violations] == [f"metadata[{pair[0]!r}]"]
     assert outcome(pair) in (grpc.StatusCode.INTERNAL, TypeError)
+
+
+@pytest.mark.parametrize("metadata", [{"a": "b"}, "ab", ["ab"], [("a",)], [(1, "b")]])
+def test_what_is_no_list_of_pairs_is_told_so(metadata: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^metadata: must be pairs of a key and a value, got "):
+        checked_metadata(metadata)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,21 @@
 """From keyword arguments to messages, and from messages to outputs."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from clients.channel import Deadline
 from clients.errors import InvalidRequestError, OverloadedError, UnavailableError, UnexpectedStatusError
 from clients.outputs import OutputBuilder
-from clients.requests import GenerateOptions, SamplingOptions, generate_request, tokenize_request
+from clients.requests import (
+    GenerateOptions,
+    SamplingOptions,
+    abort_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
 from clients.retry import RetryPolicy
 from protos.outrider.v1 import inference_pb2 as pb
 from protos.outrider.v1.logprobs_pb2 import PositionLogprobs, TokenLogprob
@@ -69,7 +78,7 @@ def test_a_constraint_becomes_its_field(options: GenerateOptions, sampling: pb.S
         ({"regex": "a", "choice": ["a"]}, "sampling.constraint"),
         ({"json_schema": {"const": {1}}}, "sampling.json_schema"),
         ({"regex": 1}, "sampling.regex"),
-        ({"choice": [1]}, "sampling.choice"),
+        ({"choice": [1]}, "sampling.choice[0]"),
     ],
 )
 def test_constraints_that_cannot_be_sent_are_named(options: GenerateOptions, field: str) -> None:
@@ -94,7 +103,10 @@ def test_nothing_given_is_nothing_sent() -> None:
         ("text", {"seed": 2**63}, "sampling.seed"),
         ("text", {"temperature": "hot"}, "sampling.temperature"),
         ("text", {"logit_bias": {-1: 0.5}}, "sampling.logit_bias[-1]"),
+        ("text", {"logit_bias": [1]}, "sampling.logit_bias"),
         ("text", {"stop_token_ids": [2**32]}, "sampling.stop_token_ids"),
+        ("text", {"stop": ["a", 5]}, "sampling.stop[1]"),
+        ("text", {"stop": 5}, "sampling.stop"),
         ("text", {"priority": 2**31}, "priority"),
         ("text", {"num_speculative_tokens": -1}, "speculation.num_speculative_tokens"),
         ("text", {"speculation_metrics": "all"}, "speculation.metrics"),
@@ -118,6 +130,7 @@ def test_what_the_wire_cannot_carry_names_its_field(prompt: str | None, options:
         ({"speculation": "yes"}, "speculation.enabled: must be true or false, got 'yes'"),
         ({"temperature": "hot"}, "sampling.temperature: must be a number, got 'hot'"),
         ({"regex": 3}, "sampling.regex: must be text, got 3"),
+        ({"bad_words": ["a", None]}, "sampling.bad_words[1]: must be text, got None"),
         ({"seed": 1 << 63}, f"sampling.seed: must be from {-(1 << 63)} to {(1 << 63) - 1}, got {1 << 63}"),
     ],
 )
@@ -137,6 +150,31 @@ def test_tokenize_takes_one_prompt() -> None:
     assert tokenize_request("text", None, False) == pb.TokenizeRequest(text="text", add_special_tokens=False)
     with pytest.raises(InvalidRequestError, match="exactly one"):
         tokenize_request(None, None, None)
+
+
+def test_other_calls_name_what_the_wire_cannot_carry() -> None:
+    for make, words in (
+        (partial(tokenize_request, 5, None, None), "text: must be text, got 5"),
+        (partial(tokenize_request, "a", None, "no"), "add_special_tokens: must be true or false, got 'no'"),
+        (partial(detokenize_request, [-1], None), "token_ids: Value out of range: -1"),
+        (partial(detokenize_request, [1], "no"), "skip_special_tokens: must be true or false, got 'no'"),
+        (partial(abort_request, [["one"]]), "request_ids[0]: must be text, got ['one']"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            make()
+        assert str(caught.value) == words
+    assert detokenize_request([3], False) == pb.DetokenizeRequest(token_ids=[3], skip_special_tokens=False)
+    assert abort_request(["one"]) == pb.AbortRequest(request_ids=["one"])
+
+
+def test_a_time_that_is_none_is_refused_and_an_endless_one_has_no_end() -> None:
+    for timeout_s in ("5", float("nan")):
+        with pytest.raises(InvalidRequestError, match=r"^timeout_s: must be a number of seconds or None, got "):
+            Deadline(timeout_s)  # type: ignore[arg-type]
+    assert [Deadline(timeout_s).remaining_s() for timeout_s in (float("inf"), 1e12, None, -1)] == [None, None, None, 0]
+    remaining_s = Deadline(60).remaining_s()
+    assert remaining_s is not None
+    assert 0 < remaining_s <= 60
 
 
 def test_outputs_join_by_choice() -> None:
