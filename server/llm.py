@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -115,6 +116,8 @@ class LLM:
             use_tqdm: show a progress bar, on a terminal.
         Raises: InvalidRequest before anything runs; RequestFailed if a request breaks; EngineDead after close().
         """
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+            raise InvalidRequest.of("prompts", f"must be a prompt, or a list of them, got {prompts!r}")
         listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._answer([_to_prompt(prompt) for prompt in listed], sampling_params, use_tqdm, speculation)
 
@@ -212,14 +215,19 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     return list(params)
 
 
-def _to_prompt(prompt: PromptLike) -> Prompt:
+def _to_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
-    if "prompt_token_ids" in prompt:
-        return TokensPrompt(prompt["prompt_token_ids"])
-    if "prompt" in prompt:
-        return TextPrompt(prompt["prompt"])
-    raise InvalidRequest.of("prompts", f"needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
+    if isinstance(prompt, Mapping) and (token_ids := prompt.get("prompt_token_ids")) is not None:
+        listed = list(token_ids) if isinstance(token_ids, Iterable) else [None]
+        if all(isinstance(token_id, Integral) for token_id in listed):
+            return TokensPrompt(listed)
+        raise InvalidRequest.of("prompts", f"prompt_token_ids must be a list of integers, got {token_ids!r}")
+    if isinstance(prompt, Mapping) and isinstance(text := prompt.get("prompt"), str):
+        return TextPrompt(text)
+    raise InvalidRequest.of(
+        "prompts", f"must each be text, or a mapping with 'prompt' or 'prompt_token_ids', got {prompt!r}"
+    )
 
 
 def _to_chat_prompt(conversation: Conversation) -> ChatPrompt:

@@ -220,10 +220,11 @@ class Preprocessor:
 
     def _bad_word_ids(self, position: int, word: str) -> Iterable[tuple[int, ...]]:
         """The word's ids at the start of a text and, where that is as long but differs, after a space."""
-        bare = tuple(self._tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        field = f"sampling.bad_words[{position}]"
+        bare = tuple(self._encode(field, word.lstrip(), add_special_tokens=False))
         if not bare:
-            raise InvalidRequest.of(f"sampling.bad_words[{position}]", f"has no tokens: {word!r}")
-        spaced = tuple(self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+            raise InvalidRequest.of(field, f"has no tokens: {word!r}")
+        spaced = tuple(self._encode(field, " " + word.lstrip(), add_special_tokens=False))
         return (bare, spaced) if spaced[0] != bare[0] and len(spaced) == len(bare) else (bare,)
 
     def _check_sampling_ids(self, sampling: SamplingParams) -> None:

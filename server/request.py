@@ -1,8 +1,9 @@
 """What a caller asks for: values that never change after the front made them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from server.errors import FieldViolation, InvalidRequest
@@ -21,6 +22,21 @@ FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 SpeculationMetrics = Literal["summary", "detailed"]
 GREEDY_TEMPERATURE = 1e-5
 """Below this, dividing logits by the temperature loses them; such a request is greedy."""
+_KINDS: Mapping[type, tuple[str, tuple[str, ...]]] = {
+    Integral: ("an integer", ("n", "top_k", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")),
+    Real: (
+        "a number",
+        ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    ),
+    bool: ("true or false", ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")),
+}
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")
+_SEQUENCES: Mapping[str, tuple[type, str]] = {
+    "stop": (str, "text"),
+    "bad_words": (str, "text"),
+    "stop_token_ids": (Integral, "an integer"),
+    "allowed_token_ids": (Integral, "an integer"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +69,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Freeze the sequences; one stop string may be given bare.
 
-        Raises: InvalidRequest naming every field out of range.
+        Raises: InvalidRequest naming every field of another type, else every one out of range.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "bad_words", tuple(self.bad_words))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()})
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if violations := list(self._violations()):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in _SEQUENCES:
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+                object.__setattr__(self, name, tuple(value))
+        try:
+            object.__setattr__(self, "logit_bias", {int(t): float(b) for t, b in dict(self.logit_bias or {}).items()})
+        except (TypeError, ValueError):
+            raise InvalidRequest.of(
+                "logit_bias", f"must be a mapping from token ids to numbers, got {self.logit_bias!r}"
+            ) from None
+        if violations := self._wrong_types() or self._violations():
             raise InvalidRequest(*violations)
 
     @property
@@ -74,6 +95,23 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether tokens that occurred before are treated differently."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def _wrong_types(self) -> "list[FieldViolation]":
+        found: list[FieldViolation] = []
+        for kind, (what, names) in _KINDS.items():
+            for name in names:
+                value = getattr(self, name)
+                is_right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+                if not is_right and not (value is None and name in _OPTIONAL):
+                    found.append(FieldViolation(name, f"must be {what}, got {value!r}"))
+        for name, (kind, what) in _SEQUENCES.items():
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                if value is not None or name != "allowed_token_ids":
+                    found.append(FieldViolation(name, f"must be a list, got {value!r}"))
+            elif wrong := [i for i, item in enumerate(value) if not isinstance(item, kind)]:
+                found.append(FieldViolation(f"{name}[{wrong[0]}]", f"must be {what}, got {value[wrong[0]]!r}"))
+        return found
 
     def _violations(self) -> "list[FieldViolation]":
         found: list[FieldViolation] = []

@@ -21,6 +21,7 @@ MAX_LEXER_STATES = 50_000
 """Of one grammar, for all who follow it: 1 to 2 kB each."""
 MAX_LEXER_FUEL = 100_000
 """Work on regular expressions for the mask of one token, on the step thread: some 7 ms."""
+_MATCHES_NOTHING = "there is no text that it allows, or none that these tokens can spell"
 MAX_ITEMS = 50_000
 """Work on rules for the mask of one token: some 3 ms."""
 
@@ -83,7 +84,8 @@ class GrammarCompiler:
         if not prototype.is_error():
             prototype.compute_bitmask()  # the first takes longest, and all who follow the grammar share what it finds
         if prototype.is_error():
-            raise _Refused(prototype.get_error().replace("<non-verbose/>", "").strip())
+            reason = prototype.get_error().replace("<non-verbose/>", "").strip()
+            raise _Refused(_MATCHES_NOTHING if reason == "NoExtensionBias" else reason)
         return Grammar(prototype, tuple(environment.eos_tokens))
 
     def _load_environment(self) -> "LLTokenizer":

@@ -58,6 +58,10 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", tuple(texts))
             if not 1 <= len(texts) <= MAX_TEXTS:
                 raise InvalidRequest.of("choice", f"must have 1 to {MAX_TEXTS} texts, got {len(texts)}")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest.of(given[0], "must be valid Unicode without lone surrogates") from None
         if texts and not any(texts):
             raise InvalidRequest.of(given[0], "must not be empty")
         num_chars = sum(map(len, texts))

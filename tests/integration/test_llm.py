@@ -144,6 +144,7 @@ def test_speculation_may_be_turned_off(folder: str, device_name: str) -> None:
 
 def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
     refused: list[Any] = ["", {"prompt_token_ids": []}, {"prompt_token_ids": [10**6]}, [{"text": "the dog"}], [["a"]]]
+    refused += [None, 5, [5], b"a", {"prompt": 5}, {"prompt_token_ids": ["a"]}, {"prompt_token_ids": 5}, "\ud800"]
     for prompts in refused:
         with pytest.raises(InvalidRequest):
             llm.generate(prompts)
@@ -151,6 +152,8 @@ def test_bad_prompts_are_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequest):
         llm.generate("a", SamplingParams(stop_token_ids=[512]))
+    with pytest.raises(InvalidRequest, match=r"bad_words\[0\]: must be valid Unicode"):
+        llm.generate("a", SamplingParams(bad_words=["\ud800"]))
 
 
 def test_options_of_another_type_are_refused_by_name(llm: LLM) -> None:

@@ -106,6 +106,8 @@ def test_texts_inside_and_outside(
         ({"regex": 3}, "regex", "must be text, got 3"),
         ({"choice": ["", ""]}, "choice", "must not be empty"),
         ({"regex": ""}, "regex", "must not be empty"),
+        ({"regex": "\ud800"}, "regex", "must be valid Unicode"),
+        ({"choice": ["a", "\ud800"]}, "choice", "must be valid Unicode"),
         ({"grammar": ""}, "grammar", "must not be empty"),
         ({"json": ""}, "json_schema", "must not be empty"),
         ({"choice": ["x"] * (MAX_TEXTS + 1)}, "choice", "must have 1 to"),
@@ -140,6 +142,7 @@ def test_a_mapping_is_no_constraint() -> None:
         ({"regex": "(foo"}, "regex", "unclosed group"),
         ({"grammar": "start: foo"}, "grammar", "unknown name"),
         ({"grammar": " "}, "grammar", "Empty grammar"),
+        ({"grammar": "start: start"}, "grammar", "there is no text that it allows"),
     ],
 )
 def test_grammars_that_are_none(compiler: GrammarCompiler, constraint: dict[str, Any], field: str, words: str) -> None:
