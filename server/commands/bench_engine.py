@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clients.workload import random_prompts
 from server.commands.bench_environment import describe_host, describe_run
@@ -15,6 +15,9 @@ from server.commands.flag_types import at_least, integer, list_of
 from server.config_sources import ResolvedConfig
 from server.host import cpu_count
 from server.passing_thread import run_in_passing_thread
+
+if TYPE_CHECKING:
+    from server.compose import Core
 
 _LIBRARIES = ("torch", "triton", "transformers")
 _COLUMNS = (
@@ -51,20 +54,23 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     with given_settings(args) as settings:
-        report = asyncio.run(_measure(resolve_compiled(settings), args))
+        resolved = resolve_compiled(settings)
+        from server.compose import build_core  # torch, which a wrong argument can do without
+
+        # Before there is an event loop: that one would keep an interrupt to itself until all is loaded.
+        core = build_core(resolved.config)
+        report = _begin_report(core, resolved, args)
+        asyncio.run(_measure(core, args, report))
     write_report(report, args.output)
     return 0
 
 
-async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[str, object]:
-    # These import torch, which a wrong argument can do without.
+def _begin_report(core: "Core", resolved: ResolvedConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, on what, without rows. Raises: ConfigError if it does not fit."""
     import torch
 
     from server.commands.bench_device import copy_bandwidth, device_name
-    from server.commands.bench_engine_rounds import Bench, Row
-    from server.compose import build_core
 
-    core = build_core(resolved.config)
     info = core.engine.model_info
     check_capacity(
         info,
@@ -75,7 +81,7 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
         lengths="--input-len + --output-len",
     )
     bandwidth = run_in_passing_thread(partial(copy_bandwidth, info.device), "outrider-copy")
-    report: dict[str, Any] = {
+    return {
         **describe_run(_LIBRARIES),
         "host": describe_host(),
         "device": {
@@ -95,15 +101,22 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
         },
         "rows": [],
     }
+
+
+async def _measure(core: "Core", args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Print a row for each batch size, and add it to the report."""
+    from server.commands.bench_engine_rounds import Bench, Row
+
     prompts = random_prompts(
         input_len=args.input_len,
         output_len=args.output_len,
         prefix_len=0,
-        vocab_size=info.vocab_size,
+        vocab_size=core.engine.model_info.vocab_size,
         seed=args.seed,
     )
-    await core.engine.start()
+    bandwidth = report["device"]["copy_bytes_per_s"]
     try:
+        await core.engine.start()
         print("\n".join(_heading(report)), flush=True)
         bench = Bench(core, prompts)
         for batch in args.batch_sizes:
@@ -115,7 +128,6 @@ async def _measure(resolved: ResolvedConfig, args: argparse.Namespace) -> dict[s
             print(_line(row), flush=True)
     finally:
         await core.engine.stop()
-    return report
 
 
 def _heading(report: Mapping[str, Any]) -> Iterator[str]:

@@ -73,8 +73,8 @@ async def _measure(
     core: Core, load: Load, change_tokens: int, cells: list[dict[str, Any]], changes: list[dict[str, Any]]
 ) -> None:
     bench = _ProposerBench(core, load)
-    await core.engine.start()
     try:
+        await core.engine.start()
         await bench.cells(cells)
         if load.change_steps:
             await bench.changes(change_tokens, changes)

@@ -9,6 +9,7 @@ import pytest
 
 from server.cli import main
 from server.commands.bench_device import copy_bandwidth
+from server.engine.engine import NativeEngine
 from tests.tiny_model import build_tiny_model
 
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", "1MiB", "--input-len", "8", "--output-len", "6", "--repeat", "2")
@@ -86,3 +87,18 @@ def test_wrong_arguments_are_one_line_and_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("outrider: ") == 1
+
+
+def test_a_start_that_is_interrupted_leaves_no_step_thread(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter would tear it down in its step, and be aborted for that."""
+    engines: list[NativeEngine] = []
+    start = NativeEngine.start
+
+    async def start_and_be_interrupted(engine: NativeEngine) -> None:
+        await start(engine)
+        engines.append(engine)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(NativeEngine, "start", start_and_be_interrupted)
+    assert bench(model, "--batch-sizes", "1") == 130
+    assert [engine.is_alive for engine in engines] == [False]
