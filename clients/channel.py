@@ -59,7 +59,8 @@ class Deadline:
 
     def __init__(self, timeout_s: float | None) -> None:
         """Raises: InvalidRequestError for what is no number."""
-        if timeout_s is not None and (not isinstance(timeout_s, int | float) or math.isnan(timeout_s)):
+        given: object = timeout_s
+        if given is not None and not (isinstance(given, int | float) and not math.isnan(given)):
             raise InvalidRequestError.of("timeout_s", f"must be a number of seconds or None, got {timeout_s!r}")
         has_end = timeout_s is not None and timeout_s <= MAX_TIMEOUT_S
         self._end_s = time.monotonic() + timeout_s if timeout_s is not None and has_end else None

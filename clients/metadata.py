@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 from clients.errors import InvalidRequestError
 
@@ -17,10 +18,10 @@ def checked_metadata(metadata: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     if isinstance(metadata, str | bytes | Mapping):
         raise InvalidRequestError.of("metadata", f"must be pairs of a key and a value, got {metadata!r}")
     given = tuple(metadata)
-    for pair in given:
+    for pair in cast("tuple[object, ...]", given):
         if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
             raise InvalidRequestError.of("metadata", f"must be pairs of a key and a value, got {pair!r}")
-        key, value = pair
+    for key, value in given:
         field = f"metadata[{key!r}]"
         if not _KEY.fullmatch(key):
             raise InvalidRequestError.of(field, "keys are of lower-case letters, digits, '_', '-' and '.'")

@@ -116,7 +116,8 @@ class LLM:
             use_tqdm: show a progress bar, on a terminal.
         Raises: InvalidRequest before anything runs; RequestFailed if a request breaks; EngineDead after close().
         """
-        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        given: object = prompts
+        if not isinstance(given, Iterable) or isinstance(given, bytes):
             raise InvalidRequest.of("prompts", f"must be a prompt, or a list of them, got {prompts!r}")
         listed: list[PromptLike] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         return self._answer([_to_prompt(prompt) for prompt in listed], sampling_params, use_tqdm, speculation)
@@ -219,9 +220,10 @@ def _to_prompt(prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
     if isinstance(prompt, Mapping) and (token_ids := prompt.get("prompt_token_ids")) is not None:
-        listed = list(token_ids) if isinstance(token_ids, Iterable) else [None]
-        if all(isinstance(token_id, Integral) for token_id in listed):
-            return TokensPrompt(listed)
+        if isinstance(token_ids, Iterable):
+            listed = list(token_ids)
+            if all(isinstance(token_id, Integral) for token_id in listed):
+                return TokensPrompt(listed)
         raise InvalidRequest.of("prompts", f"prompt_token_ids must be a list of integers, got {token_ids!r}")
     if isinstance(prompt, Mapping) and isinstance(text := prompt.get("prompt"), str):
         return TextPrompt(text)

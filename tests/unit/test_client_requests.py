@@ -1,6 +1,6 @@
 """From keyword arguments to messages, and from messages to outputs."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,13 +153,17 @@ def test_tokenize_takes_one_prompt() -> None:
 
 
 def test_other_calls_name_what_the_wire_cannot_carry() -> None:
-    for make, words in (
-        (partial(tokenize_request, 5, None, None), "text: must be text, got 5"),
-        (partial(tokenize_request, "a", None, "no"), "add_special_tokens: must be true or false, got 'no'"),
-        (partial(detokenize_request, [-1], None), "token_ids: Value out of range: -1"),
-        (partial(detokenize_request, [1], "no"), "skip_special_tokens: must be true or false, got 'no'"),
-        (partial(abort_request, [["one"]]), "request_ids[0]: must be text, got ['one']"),
-    ):
+    five: Any = 5
+    no: Any = "no"
+    listed: Any = ["one"]
+    makes: list[tuple[Callable[[], object], str]] = [
+        (lambda: tokenize_request(five, None, None), "text: must be text, got 5"),
+        (lambda: tokenize_request("a", None, no), "add_special_tokens: must be true or false, got 'no'"),
+        (lambda: detokenize_request([-1], None), "token_ids: Value out of range: -1"),
+        (lambda: detokenize_request([1], no), "skip_special_tokens: must be true or false, got 'no'"),
+        (lambda: abort_request([listed]), "request_ids[0]: must be text, got ['one']"),
+    ]
+    for make, words in makes:
         with pytest.raises(InvalidRequestError) as caught:
             make()
         assert str(caught.value) == words
