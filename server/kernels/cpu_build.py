@@ -6,12 +6,13 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+
+from server.temporary_folder import temporary_folder
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ def build(
     started = time.monotonic()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{source.stem}.", dir=folder) as temporary:
-            output = Path(temporary) / library.name
+        with temporary_folder(folder) as temporary:
+            output = temporary / library.name
             _compile(compiler, flags, source, output, environ)
             output.replace(library)
     except OSError as error:

@@ -1,7 +1,10 @@
 """Runs compiled decoders without Python between their operators, and without the interpreter lock."""
 
 import functools
-from collections.abc import Sequence
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,8 +29,9 @@ class LayerRunner:
 
     def __init__(self, packages: Sequence[Path], tensors: Sequence[Sequence[Tensor]]) -> None:
         """Args: packages: one per layer; equal ones are loaded once. tensors: what each layer alone takes, last."""
-        paths = [str(package) for package in packages]
-        self.compiled = torch.classes.outrider.CompiledLayers(paths, [list(own) for own in tensors])
+        with _unpacked(packages) as folders:
+            paths = [folders[package] for package in packages]
+            self.compiled = torch.classes.outrider.CompiledLayers(paths, [list(own) for own in tensors])
 
     def run(self, begin: int, end: int, hidden: Tensor, shared: list[Tensor]) -> Tensor:
         """Run layers [begin, end), one after the other.
@@ -47,7 +51,10 @@ class FrameRunner:
         before, after: packages, see model.compiled_model.CompiledFrame. tensors: what both take last.
         order: where a layer's shared tensors are among the positions, the step's and what `before` makes.
         """
-        self._frame = torch.classes.outrider.CompiledFrame(str(before), str(after), list(tensors), list(order))
+        with _unpacked((before, after)) as folders:
+            self._frame = torch.classes.outrider.CompiledFrame(
+                folders[before], folders[after], list(tensors), list(order)
+            )
 
     def before(self, token_ids: Tensor, positions: Tensor) -> list[Tensor]:
         """[1, T] int64 both -> the hidden states, [1, T, hidden], and what else is made for the layers."""
@@ -67,3 +74,18 @@ class FrameRunner:
         """
         output: Tensor = self._frame.run(layers.compiled, token_ids, positions, step)
         return output
+
+
+@contextmanager
+def _unpacked(packages: Iterable[Path]) -> Iterator[Mapping[Path, str]]:
+    """By package, a folder with what is in it, to be loaded from at once: what is loaded stays without its files.
+
+    A loader unpacks packages, too, and leaves them in the temporary folder for good if its process ends beforehand.
+    """
+    with tempfile.TemporaryDirectory(prefix="outrider-") as root:
+        folders: dict[Path, str] = {}
+        for package in dict.fromkeys(packages):
+            folders[package] = f"{root}/{len(folders)}"
+            with zipfile.ZipFile(package) as archive:  # unlike a library, it tells where it is not whole
+                archive.extractall(folders[package])
+        yield folders

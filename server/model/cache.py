@@ -1,17 +1,12 @@
 """Folders that appear whole or not at all, for downloaded and converted models."""
 
-import contextlib
 import errno
-import fcntl
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from server.errors import ModelError
-
-_TEMPORARY_PREFIX = ".outrider-"
+from server.temporary_folder import temporary_folder
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -42,38 +37,6 @@ def publish_folder(target: Path, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise _storage_error(target, error) from error
     return target
-
-
-@contextlib.contextmanager
-def temporary_folder(parent: Path) -> Iterator[Path]:
-    """A folder in `parent` that is deleted at the end; those of processes that live no more are deleted at once.
-
-    Its maker holds a lock on a file in it, which ends with the process, however that ends.
-    Raises: OSError.
-    """
-    for path in parent.glob(f"{_TEMPORARY_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(path):  # its maker lives, or the file system knows no locks
-            shutil.rmtree(path, ignore_errors=True)
-    with contextlib.ExitStack() as stack:
-        path = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=parent))
-        stack.callback(shutil.rmtree, path, ignore_errors=True)
-        try:
-            stack.enter_context(_locked(path))
-        except (BlockingIOError, FileNotFoundError):  # swept away by another process before it was locked
-            path = stack.enter_context(temporary_folder(parent))
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-        yield path
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock. Raises: OSError; BlockingIOError if another process holds it."""
-    with (folder / "lock").open("wb") as file:  # not inherited by child processes
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / "lock").stat()  # fails if it was deleted between the two
-        yield
 
 
 def _rename(temporary: Path, target: Path) -> None:

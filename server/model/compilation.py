@@ -1,6 +1,8 @@
 """Compiles what runs often, in a process of its own, and lets its owner use it."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -76,7 +78,7 @@ class Compilation:
         with self._lock:
             self._is_cancelled = True
             if self._process is not None and self._process.poll() is None:
-                self._process.terminate()
+                os.killpg(self._process.pid, signal.SIGTERM)  # with the C++ compiler that it waits for
 
     def _install(self) -> None:
         self._install_from(self._folder)
@@ -91,7 +93,12 @@ class Compilation:
             if self._is_cancelled:
                 return False
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
             )
         with self._process as process:
             assert process.stderr is not None

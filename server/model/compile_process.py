@@ -1,6 +1,7 @@
 """The process in which something is compiled ahead of time: told what and where to on its command line."""
 
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -11,7 +12,8 @@ import torch
 
 from server.errors import ModelError
 from server.kernels import cpu_attention, cpu_layers, cpu_linear
-from server.model.cache import cache_root, publish_folder, temporary_folder
+from server.model.cache import cache_root, publish_folder
+from server.temporary_folder import temporary_folder
 
 SOURCES = tuple(
     Path(__file__).with_name(name) for name in ("attention.py", "compile_process.py", "fusion.py", "package.py")
@@ -54,4 +56,6 @@ def run(compile_into: Callable[[str, Path], None]) -> None:
 def _end_with_the_parent() -> None:
     """The parent holds the other end of standard input: it closes with it, however that ends."""
     os.read(sys.stdin.fileno(), 1)  # not sys.stdin.read, whose lock would be held as the interpreter ends
+    if os.getpgrp() == os.getpid():  # a C++ compiler that it waits for would go on for half a minute
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)

@@ -1,9 +1,11 @@
 """Compiled decoders: the same answers, in any batch; and what cannot be compiled runs as it is."""
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -233,13 +235,38 @@ def test_a_full_disk_is_told_as_such(
         assert len(_ids(llm, PROMPTS[:1])[0]) == 24
 
 
-def test_the_process_that_compiles_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_packages_in_use_take_no_room_in_the_temporary_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that is killed could not clear it up."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with _llm(folder, "float32", "wait") as llm:
+        assert RUNS_COMPILED in caplog.text
+        assert not list(tmp_path.iterdir())
+        assert len(_ids(llm, PROMPTS[:1])[0]) == 24
+
+
+def test_the_process_that_compiles_and_its_compiler_end_with_the_parent(folder: Path, tmp_path: Path) -> None:
+    pipe, compiler = tmp_path / "pipe", tmp_path / "c++"
+    os.mkfifo(pipe)
+    hang = f"echo > {pipe}; exec sleep 600 > {pipe}"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) {hang};; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
     order = CompileOrder(str(folder), "float32", "float32", CPU_ATTENTION_NAME, (3, 2, 16, 32), 1, trusts_code=False)
     command = [sys.executable, "-m", "server.model.layer_compile", order.to_json(), str(tmp_path / "target")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    environ = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environ, process_group=0
+    ) as process:
         assert process.stdin is not None
-        process.stdin.close()  # as the parent's end does, however it ends
-        assert process.wait(timeout=300) == 1
+        with pipe.open() as running:
+            assert running.readline() == "\n"  # it compiles
+            process.stdin.close()  # as the parent's end does, however it ends
+            assert process.wait(timeout=300) != 0
+            assert running.read() == ""  # nobody has the other end any more
     assert not (tmp_path / "target").exists()
 
 

@@ -42,6 +42,15 @@ def test_a_library_is_built_once(sources: tuple[Path, Path], tmp_path: Path, cap
     assert os.listdir(tmp_path / "cache") == [library.name]
 
 
+def test_what_a_killed_build_has_left_is_deleted_by_the_next_one(sources: tuple[Path, Path], tmp_path: Path) -> None:
+    source, header = sources
+    left = tmp_path / "cache" / ".outrider-abc"
+    left.mkdir(parents=True)
+    (left / "half.so").write_text("half")
+    library = build(source, [header], tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == [library.name]
+
+
 def test_another_header_flag_cpu_or_torch_is_another_library(
     sources: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

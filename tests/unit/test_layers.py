@@ -44,6 +44,7 @@ LEAVES = (
     "server.speculation_state",
     "server.speculative_config",
     "server.suggestions",
+    "server.temporary_folder",
     "server.token_logprobs",
     "server.version",
 )

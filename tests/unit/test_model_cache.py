@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from server.errors import ModelError
-from server.model.cache import cache_root, publish_folder, temporary_folder
+from server.model.cache import cache_root, publish_folder
+from server.temporary_folder import temporary_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +77,7 @@ def test_two_builders_at_once_the_later_one_discards_its_copy(tmp_path: Path) ->
 
 def test_what_a_killed_builder_left_is_deleted_but_not_what_a_live_one_fills(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys, pathlib; from server.model.cache import temporary_folder\n"
+        "import os, signal, sys, pathlib; from server.temporary_folder import temporary_folder\n"
         "with temporary_folder(pathlib.Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').write_text('x')\n"
         "    print(folder, flush=True)\n"
