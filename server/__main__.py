@@ -1,7 +1,5 @@
 """Runs the command line as `python -m server`."""
 
-import sys
+from server.cli import run_process
 
-from server.cli import main
-
-sys.exit(main())
+run_process()

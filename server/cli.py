@@ -82,6 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(OutriderError(f"cannot write the output: {error.strerror}"), EXIT_FAILED)
 
 
+def run_process() -> NoReturn:
+    """`main` as all that this process is for."""
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # An orderly end would tear down threads that load a model or compute, and be aborted for that.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def _run(arguments: list[str]) -> int:
     parser = _Parser(prog="outrider", description="Serve large language models over gRPC.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {VERSION}")

@@ -187,6 +187,8 @@ class NativeEngine:
         self._post(_resolve, changed, state)
 
     def _end_warm_up(self, is_warm: "asyncio.Future[None]", error: Exception | None) -> None:
+        if is_warm.cancelled():  # whoever has started it stops it
+            return
         if error is None:
             is_warm.set_result(None)
             return

@@ -46,6 +46,14 @@ def test_arguments_reach_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["serve", "--max-num-seqs", "7"]) == 7
 
 
+def test_an_interrupted_process_ends_at_once() -> None:
+    """An orderly end would tear down threads in the middle of what they compute."""
+    program = "import atexit; from server import cli; atexit.register(print, 'the end'); cli.main = lambda: %d; "
+    for code, output in ((cli.EXIT_INTERRUPTED, ""), (cli.EXIT_FAILED, "the end\n"), (0, "the end\n")):
+        done = _python("-c", program % code + "cli.run_process()")
+        assert (done.returncode, done.stdout, done.stderr) == (code, output, "")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [

@@ -1,6 +1,7 @@
 """The engine on a real event loop, its step thread, and a fake device: what every caller gets."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -311,6 +312,31 @@ async def test_stop_ends_open_streams() -> None:
         assert isinstance((await receive(stream)).error, EngineDead)
     with pytest.raises(EngineDead):
         harness.engine.open("late")
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no memory")])
+async def test_a_start_that_is_given_up_is_stopped_without_a_word(error: Exception | None) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def warm_up() -> None:
+        begun.set()
+        may_end.wait(30)
+        if error is not None:
+            raise error
+
+    told: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    engine = make_harness(warm_up=warm_up).engine
+    starting = asyncio.create_task(engine.start())
+    await asyncio.to_thread(begun.wait, 30)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    may_end.set()
+    await engine.stop()
+    await asyncio.sleep(0)
+    assert not engine.is_alive
+    assert told == []
 
 
 async def test_a_reader_that_reads_nothing_holds_nobody_up() -> None:
