@@ -1,10 +1,9 @@
 """All drafts or none: where steps are replayed as they were captured, one draft takes as long as all of them do.
 
 A step with drafts takes as long as so many without, its price; they pay while a row gets more tokens than that. What
-they bring beyond it, or lack, is counted in steps without drafts and put to an account. They stay on until they have
-lost more than bad luck explains. While they are off, only a look tells whether they would pay by now: they are turned
-on again. Looks are paid from the account, which gets a small share of all time and what drafts have won: a network that
-is of no use is looked at seldom, and one that has paid soon.
+they bring beyond it, or lack, goes to an account, in steps without drafts. They stay on until they have lost more than
+bad luck explains. While off, only turning them on again, a look, tells whether they would pay by now. The account pays
+for it; it gets a small share of all time and what drafts have won: those of no use are looked at seldom.
 """
 
 import math
@@ -88,7 +87,7 @@ class OnOffPolicy:
         self._max_drafts = max_drafts
         self._catches_up = catches_up
         self._sizes: dict[int, _Size] = {}
-        self._size: _Size | None = None  # of the last step
+        self._last_size: _Size | None = None  # of the last step, unless it was a look at new sequences
         self._allowance = Allowance(0, max_drafts)  # of the last step
         self._is_on = True
         self._num_measuring = 0  # steps without drafts to come, though they are on
@@ -121,23 +120,12 @@ class OnOffPolicy:
     def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:
         """Take in how long a step took, and what it brought for that."""
         size = self._of(num_rows)
-        if allowance.is_steady and allowance.max_drafts:
-            size.on.add(duration_s)
-            size.age += 1
-        elif allowance.is_steady:
-            if size.age >= PRICE_AGE:
-                size.off = Duration()
-            size.off.add(duration_s)
-            size.age = 0
+        if allowance.is_steady:
+            self._measure(size, duration_s, with_drafts=allowance.max_drafts > 0)
         if allowance.max_drafts:
             num_kept = self._num_accepted if allowance is self._settling else 0
-            self._num_seen += num_rows
-            self._num_kept += num_kept
-            tokens = 1.0 + num_kept / num_rows
-            self._worth.add(tokens, MEMORY)
-            won = tokens - ((self._price(num_rows) or ASSUMED_PRICE) if allowance.is_steady else 1.0)
-            self._saved = min(self._saved + won, MOST_SAVED)
-            self._lost = max(0.0, self._lost - won)
+            price = self._price(num_rows) or ASSUMED_PRICE
+            self._settle_drafts(num_kept, num_rows, price if allowance.is_steady else 1.0)
         elif allowance.next_drafts or allowance is self._before_start:
             if size.off.is_known:
                 self._start_cost += duration_s / size.off.seconds - 1.0
@@ -148,11 +136,31 @@ class OnOffPolicy:
             self._num_off += 1
             self._saved = min(self._saved + LOOKING_SHARE, MOST_SAVED)
 
+    def _measure(self, size: _Size, duration_s: float, *, with_drafts: bool) -> None:
+        if with_drafts:
+            size.on.add(duration_s)
+            size.age += 1
+            return
+        if size.age >= PRICE_AGE:
+            size.off = Duration()
+        size.off.add(duration_s)
+        size.age = 0
+
+    def _settle_drafts(self, num_kept: int, num_rows: int, cost: float) -> None:
+        """The rows of a step that took as long as so many without kept so many drafts."""
+        self._num_seen += num_rows
+        self._num_kept += num_kept
+        tokens = 1.0 + num_kept / num_rows
+        self._worth.add(tokens, MEMORY)
+        self._saved = min(self._saved + tokens - cost, MOST_SAVED)
+        self._lost = max(0.0, self._lost - (tokens - cost))
+
     def _decide_afresh(self) -> bool:
-        """Whether to propose for sequences that are all new: nothing is behind, so a look costs no start."""
+        """Whether to propose for sequences that are all new, however many: a look at them costs no start."""
         self._num_measuring = 0
         self._lost = 0.0
         if not self._is_on and self._may_look(self._price(1) or ASSUMED_PRICE, 0.0):
+            self._last_size = None
             self._turn_on()
         return self._is_on
 
@@ -163,12 +171,13 @@ class OnOffPolicy:
             return False
         size, known_price = self._of(num_rows), self._price(num_rows)
         price = known_price or ASSUMED_PRICE
-        if size is not self._size:
-            self._size, self._lost = size, 0.0
+        if self._last_size is not None and size is not self._last_size:
+            self._lost = 0.0
             if not self._is_on and self._worth.value > SURE * price:
                 self._turn_on()
-            elif SURE * self._worth.value < price:
-                self._is_on = False
+            elif self._is_on and SURE * self._worth.value < price:
+                self._turn_off()
+        self._last_size = size
         if not self._is_on:
             if self._may_look(price, size.start_cost):
                 self._turn_on()
@@ -176,7 +185,7 @@ class OnOffPolicy:
         self._num_unseen += not self._num_seen
         is_useless = self._num_seen >= USELESS_ROWS and not self._num_kept
         if is_useless or self._lost > BEARABLE_LOSS + LOSS_OF_ONE / num_rows or self._num_unseen > MOST_UNSEEN:
-            self._is_on, self._num_off = False, 0
+            self._turn_off()
         elif self._is_to_measure(size, known_price):
             self._num_measuring = TRIES + 1
             return False
@@ -199,17 +208,18 @@ class OnOffPolicy:
         self._lost = 0.0
         self._num_seen = self._num_kept = self._num_unseen = 0
 
+    def _turn_off(self) -> None:
+        self._is_on = False
+        self._num_off = 0
+
     def _of(self, num_rows: int) -> _Size:
         rows = row_class(num_rows)
         if rows not in self._sizes:
-            cost = START_BASE + START_PER_ROW * rows if self._catches_up else LEAST_START
-            self._sizes[rows] = _Size(min(cost, MOST_START))
+            self._sizes[rows] = _Size(START_BASE + START_PER_ROW * rows if self._catches_up else LEAST_START)
         return self._sizes[rows]
 
     def _price(self, num_rows: int) -> float | None:
         """Of steps with so many rows; if that is not known, of those with the next number, but not one far from it."""
-        known = {
-            abs(math.log(rows / num_rows)): size.price for rows, size in self._sizes.items() if size.price is not None
-        }
+        known = {max(rows / num_rows, num_rows / rows): size.price for rows, size in self._sizes.items() if size.price}
         nearest = min(known, default=math.inf)
-        return known[nearest] if nearest <= math.log(FAR) else None
+        return known[nearest] if nearest <= FAR else None
