@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -127,8 +128,11 @@ class HostDrafting:
         return result
 
     def _usable(self, drafts: Sequence[int], limit: int) -> Sequence[int]:
-        """So many drafts, up to the first that no model has an embedding for."""
-        drafts = drafts[:limit]
+        """So many drafts, up to the first that no model has an embedding for.
+
+        Raises: TypeError for what is no integer: here, and not in the step that all sequences share.
+        """
+        drafts = list(map(index, drafts[:limit]))
         if not drafts or (min(drafts) >= 0 and max(drafts) < self._vocab_size):
             return drafts
         return drafts[: next(i for i, token_id in enumerate(drafts) if not 0 <= token_id < self._vocab_size)]

@@ -1,7 +1,9 @@
 """What host proposers are told of, in which order, and what becomes of it."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +101,19 @@ def test_what_is_no_token_is_cut_off(drafts: list[int]) -> None:
     made = drafting(Recorder({0: drafts}))
     advance(made, [(1,)], proposes=True)
     assert made.pending[0].token_ids == [5, 6]
+
+
+def test_whatever_counts_as_an_integer_is_a_draft() -> None:
+    made = drafting(Recorder({0: np.array([5, 6, 7, 8])}))  # type: ignore[dict-item]  # as somebody will
+    advance(made, [(1,)], proposes=True)
+    assert made.pending == {0: RankedDraft([5, 6, 7], 0)}
+
+
+@pytest.mark.parametrize("drafts", [[5, 6.5], np.array([0.5]), ["a"], None])
+def test_what_is_no_integer_is_a_failure_of_its_proposer_alone(drafts: Any) -> None:
+    made = drafting(Recorder({0: drafts, 1: drafts}), Recorder({0: [7], 1: [8]}))
+    advance(made, [(1,), (1,)], proposes=True)
+    assert made.pending == {0: RankedDraft([7], 1), 1: RankedDraft([8], 1)}
 
 
 def test_who_fails_drafts_no_more_for_that_sequence(caplog: pytest.LogCaptureFixture) -> None:
