@@ -93,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _by_flags(target: str, failure: grpc.RpcError) -> Exception:
     """The error of a failed call; refused fields by the names of their flags."""
+    if failure.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return OutriderError(
+            f"{target}: this socket takes no admin calls; give the one of `outrider serve --admin-uds`"
+        )
     error = error_from_rpc(failure)
     if not (isinstance(error, InvalidRequestError) and error.violations):
         return error

@@ -29,7 +29,11 @@ _CONNECT_TIMEOUT_S = 30.0
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add what is sent, how, and where the result goes."""
     parser.add_argument(
-        "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
+        "--target",
+        type=target,
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help="server; unix:PATH too (default: %(default)s)",
     )
     add_output(parser)
 
@@ -40,22 +44,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="one prompt per line, or .jsonl with prompt or prompt_token_ids, and max_tokens; random ids if not given",
     )
-    prompts.add_argument("--num-prompts", type=at_least(1), default=100, metavar="N", help="measured requests")
-    prompts.add_argument("--num-warmups", type=at_least(0), default=1, metavar="N", help="requests sent before them")
-    prompts.add_argument("--random-input-len", type=at_least(1), default=128, metavar="TOKENS", help="random ids each")
+    prompts.add_argument(
+        "--num-prompts", type=at_least(1), default=100, metavar="N", help="measured requests (default: %(default)s)"
+    )
+    prompts.add_argument(
+        "--num-warmups",
+        type=at_least(0),
+        default=1,
+        metavar="N",
+        help="requests sent before them (default: %(default)s)",
+    )
+    prompts.add_argument(
+        "--random-input-len",
+        type=at_least(1),
+        default=128,
+        metavar="TOKENS",
+        help="random ids each (default: %(default)s)",
+    )
     prompts.add_argument(
         "--random-output-len",
         type=at_least(1),
         default=128,
         metavar="TOKENS",
-        help="tokens to generate, also for a dataset's lines without max_tokens",
+        help="tokens to generate, also for a dataset's lines without max_tokens (default: %(default)s)",
     )
     prompts.add_argument(
-        "--prefix-len", type=at_least(0), default=0, metavar="TOKENS", help="ids that all random prompts share, before"
+        "--prefix-len",
+        type=at_least(0),
+        default=0,
+        metavar="TOKENS",
+        help="ids that all random prompts share, before (default: %(default)s)",
     )
-    prompts.add_argument("--temperature", type=number, default=0.0, help="0 is greedy")
+    prompts.add_argument("--temperature", type=number, default=0.0, help="0 is greedy (default: %(default)s)")
     prompts.add_argument("--ignore-eos", action="store_true", help="always generate as many tokens as asked for")
-    prompts.add_argument("--seed", type=integer, default=0, help="of random prompts and arrival times")
+    prompts.add_argument(
+        "--seed", type=integer, default=0, help="of random prompts and arrival times (default: %(default)s)"
+    )
 
     load = parser.add_argument_group("load")
     load.add_argument(

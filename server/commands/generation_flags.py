@@ -24,7 +24,11 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 def add_call_flags(parser: argparse.ArgumentParser) -> None:
     """Add --target and --timeout."""
     parser.add_argument(
-        "--target", type=target, default=DEFAULT_TARGET, metavar="HOST:PORT", help="server; unix:PATH too"
+        "--target",
+        type=target,
+        default=DEFAULT_TARGET,
+        metavar="HOST:PORT",
+        help=f"server; unix:PATH too (default: {DEFAULT_TARGET})",
     )
     parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help="deadline of each call; none if not given")
 

@@ -120,6 +120,14 @@ class TestSocket:
             async with running_front(engine, tokenizer, admin_uds=str(path), uds=str(path)):
                 pass
 
+    async def test_the_main_socket_says_that_it_is_another_one(
+        self, tokenizer: Tokenizer, engine: ScriptedEngine, path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        async with running_front(engine, tokenizer, uds=str(path)):
+            assert await asyncio.to_thread(cli.main, ["admin", "speculation", "--admin-uds", str(path)]) == 1
+        words = "this socket takes no admin calls; give the one of `outrider serve --admin-uds`"
+        assert capsys.readouterr().err.strip() == f"outrider: unix:{path}: {words}"
+
     async def test_its_calls_are_told_of(self, tokenizer: Tokenizer, engine: ScriptedEngine, path: Path) -> None:
         async with running_front(engine, tokenizer, admin_uds=str(path)) as front:
             await set_speculation(path, pb.SetSpeculationRequest(enabled=False))
