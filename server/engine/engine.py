@@ -109,7 +109,10 @@ class NativeEngine:
         self._on_stop()
         self._steps.end()
         await asyncio.to_thread(self._steps.join)
-        await asyncio.to_thread(self._on_stopped)
+        try:
+            await asyncio.to_thread(self._on_stopped)
+        except Exception:  # foreign code, as a connector's: streams and telemetry are to end in order all the same
+            logger.exception("what ends with the engine failed")
         self._close_all(EngineDead("the server was stopped"))
 
     def now(self) -> float:

@@ -146,6 +146,7 @@ def make_harness(
     num_blocks: int = 8192,
     max_drafts: int = 0,
     stream_patience_s: float = 0.0,
+    on_stopped: Callable[[], None] = lambda: None,
     speculative: SpeculativeConfig | None = None,
     **config: Any,
 ) -> Harness:
@@ -177,6 +178,7 @@ def make_harness(
         ),
         max_queued_requests=max_queued_requests,
         max_num_seqs=core.max_num_seqs,
+        on_stopped=on_stopped,
         clock=core.clock,
     )
     return Harness(engine, steps, executor, core.clock, events)

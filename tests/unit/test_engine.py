@@ -339,6 +339,18 @@ async def test_a_start_that_is_given_up_is_stopped_without_a_word(error: Excepti
     assert told == []
 
 
+async def test_a_stop_is_a_stop_whatever_fails_behind_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("the store is broken")
+
+    engine = make_harness(on_stopped=fail).engine
+    await engine.start()
+    stream = engine.open("tokenising")
+    await engine.stop()
+    assert isinstance((await receive(stream)).error, EngineDead)
+    assert "the store is broken" in caplog.text
+
+
 async def test_a_reader_that_reads_nothing_holds_nobody_up() -> None:
     request = make_request("unread", range(3), max_tokens=200)
     async with running_engine() as harness:
