@@ -36,6 +36,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
         "_gate_kernel",
         "_mean_kernel",
         "_part_softmax_kernel",
+        "_uniform_kernel",
         "_accept_kernel",
         "_residual_mass_kernel",
         "_weigh_kernel",
