@@ -7,6 +7,7 @@ from torch import Tensor
 
 from proposers.eagle_body import EagleBody, RunsBody
 from proposers.eagle_check import check_body
+from server.errors import first_line
 from server.model.attention import AttentionStep
 from server.model.attention_operator import attending
 from server.model.tracing import traced, tracing
@@ -45,8 +46,7 @@ def trace_body(body: EagleBody, num_features: int) -> RunsBody | None:
         with tracing():
             check_body(body, run, num_features)
     except Exception as error:  # whatever tracer and compiler have to say about an architecture
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        logger.warning("the draft head cannot be compiled, and runs as it is: %s", reason)
+        logger.warning("the draft head cannot be compiled, and runs as it is: %s", first_line(error))
         logger.debug("why it cannot be compiled", exc_info=True)
         return None
     logger.info("compiled the draft head in %.1f s", time.monotonic() - started_s)

@@ -91,3 +91,8 @@ class ConfigError(OutriderError):
 
 class ModelError(OutriderError):
     """The model is missing, gated, unsupported, broken or too big."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, in a line."""
+    return str(error).strip().split("\n")[0] or type(error).__name__

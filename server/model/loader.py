@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.config import ModelConfig
-from server.errors import ModelError
+from server.errors import ModelError, first_line
 from server.model.attention import attention_name
 from server.model.dummy import dummy_folder, dummy_weights, make_dummy_model
 from server.model.fingerprint import fingerprint, weights_digest
@@ -198,7 +198,7 @@ def _kv_geometry(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def _load_error(folder: Path, config: ModelConfig, error: Exception) -> ModelError:
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = first_line(error)
     if "trust_remote_code" in str(error):
         return ModelError(
             f"{config.model} brings Python code of its own, which is not run unasked: read it, then pass "

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from server.config import ModelConfig
-from server.errors import ConfigError, ModelError
+from server.errors import ConfigError, ModelError, first_line
 from server.model.no_tokenizer import has_tokenizer
 
 _NO_LIMIT = sys.maxsize
@@ -79,7 +79,7 @@ def _load_error(source: str, error: Exception) -> ModelError:
             f"tokenizer {source} brings Python code of its own, which is not run unasked: read it, then pass "
             "--trust-remote-code"
         )
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    reason = first_line(error)
     if Path(source).is_dir() and not has_tokenizer(Path(source)):
         reason = "the folder has none"
     return ModelError(

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from server.errors import first_line
 from server.model.attention import OPERATOR_ATTENTION_NAME, bind_kv
 from server.model.decoder_layers import find_decoder_layers
 from server.model.layer_check import check_layers
@@ -43,8 +44,7 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
             check_layers(model, layers, run)
     except Exception as error:  # whatever tracer and compiler have to say about an architecture
         model.config._attn_implementation = attention
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        logger.warning("the decoder layers cannot be compiled, and run as they are: %s", reason)
+        logger.warning("the decoder layers cannot be compiled, and run as they are: %s", first_line(error))
         logger.debug("why they cannot be compiled", exc_info=True)
         return False
     for layer, forward in zip(layers, compiled, strict=True):
