@@ -42,7 +42,7 @@ def jit(*, unspecialised: Sequence[str] = (), is_slow_to_compile: bool = False) 
         unspecialised: arguments that change from step to step. Triton compiles anew for an integer that
             becomes 1 or a multiple of 16, and for a pointer that is no longer aligned to 16 bytes; a step
             must not wait for that.
-        is_slow_to_compile: that it is only compiled in rehearsals; it writes floats and nothing else.
+        is_slow_to_compile: it is only compiled in rehearsals. What it writes is nobody's index: there it is anything.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
