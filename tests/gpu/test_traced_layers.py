@@ -1,6 +1,6 @@
 """Compiled decoder layers on CUDA, replayed and not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from server.model.traced_layers import trace_layers
 from server.request import Request, SamplingParams
 from tests.fakes.engine_under_test import engine_on, ngram
 from tests.fakes.stepping import Stepping
+from tests.fakes.tracing import nothing_traced
 from tests.gpu.test_graphs import GREEDY, PLAIN
 from tests.gpu.test_step import DEVICE, MIXED, NUM_TOKENS, no_waiting, requests
 from tests.tiny_heads import build_tiny_eagle3
@@ -35,10 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_traced() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+    with nothing_traced():
+        yield
 
 
 def compiled(folder: Path, dtype: torch.dtype, **options: Any) -> Stepping:
@@ -47,17 +46,23 @@ def compiled(folder: Path, dtype: torch.dtype, **options: Any) -> Stepping:
     return stepping
 
 
+def traced_answers(folder: Path, capture: Sequence[int], options: dict[str, Any]) -> tuple[Stepping, list[list[int]]]:
+    """What compiled code makes of some requests, captured for batches of these sizes if any; nothing compiles then."""
+    stepping = compiled(folder, torch.float32, **options)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        if capture:
+            stepping.runner.capture(capture)
+        return stepping, stepping.generate(requests(PLAIN, 19))
+
+
 @pytest.mark.parametrize("k", [0, 3])
 def test_tokens_are_those_of_the_model_s_own_layers(folder: Path, k: int) -> None:
     """Padded batches, chunks of prompts and mixed steps, by two versions of code: nothing is compiled later."""
     options: dict[str, Any] = {"k": k, "depth": 1, "max_num_seqs": 5, "max_num_partial_prefills": 2}
     expected = Stepping(folder, DEVICE, torch.float32, **options).generate(requests(PLAIN, 19))
     for capture in ((), (1, 2, 4, 5)):
-        stepping = compiled(folder, torch.float32, **options)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            if capture:
-                stepping.runner.capture(capture)
-            assert stepping.generate(requests(PLAIN, 19)) == expected
+        _, found = traced_answers(folder, capture, options)
+        assert found == expected
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -90,13 +95,10 @@ def test_networks_that_draft_are_compiled_with_the_target(folder: Path, tmp_path
     plain = Stepping(folder, DEVICE, torch.float32, **options)
     expected = plain.generate(requests(PLAIN, 19))
     for capture in ((), (1, 2, 4, 5)):
-        stepping = compiled(folder, torch.float32, **options)
-        with torch.compiler.set_stance("fail_on_recompile"):
-            if capture:
-                stepping.runner.capture(capture)
-            assert stepping.generate(requests(PLAIN, 19)) == expected
-        found, wanted = stepping.scheduler.statistics(), plain.scheduler.statistics()
-        assert found.accepted_tokens_per_position == wanted.accepted_tokens_per_position
+        stepping, found = traced_answers(folder, capture, options)
+        assert found == expected
+        drafted, wanted = stepping.scheduler.statistics(), plain.scheduler.statistics()
+        assert drafted.accepted_tokens_per_position == wanted.accepted_tokens_per_position
     assert counters["stats"]["unique_graphs"] <= (8 if method == "eagle3" else 4)
 
 

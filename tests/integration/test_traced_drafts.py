@@ -15,13 +15,12 @@ from proposers.draft_model import DraftModelConfig
 from proposers.eagle import Eagle3Config, EagleConfig
 from proposers.eagle_body import EagleBody
 from server.kernels import cpu_attention
-from server.request import Request, SamplingParams
 from tests.fakes.stepping import Stepping
+from tests.fakes.tracing import nothing_traced, requests
 from tests.tiny_heads import build_tiny_eagle, build_tiny_eagle3
 from tests.tiny_model import build_tiny_model
 
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 K = 3
 
 
@@ -31,21 +30,13 @@ def _plain_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu_attention, "load", lambda _: False)
     for name in ("eagle_network", "draft_model"):
         monkeypatch.setattr(f"proposers.{name}.can_pack", lambda _: False)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+    with nothing_traced():
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("traced-drafts"), num_layers=2)
-
-
-def requests(count: int) -> list[Request]:
-    """Prompts of many lengths, some of which repeat themselves."""
-    prompts = [tuple(range(3 + i, 4 + 2 * i)) * (1 + i % 3) for i in range(count)]
-    return [Request(request_id=f"r{i}", prompt_token_ids=prompt, sampling=GREEDY) for i, prompt in enumerate(prompts)]
 
 
 def settings(method: str, folder: Path, tmp_path: Path) -> Any:

@@ -16,33 +16,24 @@ from server.kernels import cpu_attention
 from server.model.attention import bind_kv
 from server.model.layer_hooks import LayerHooks
 from server.model.traced_layers import trace_layers
-from server.request import Request, SamplingParams
 from tests.fakes.stepping import Stepping
+from tests.fakes.tracing import nothing_traced, requests
 from tests.tiny_model import build_tiny_model, write_tokenizer
 
 CPU = torch.device("cpu")
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def _plain_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No C++ operators, and a tracer that remembers nothing."""
     monkeypatch.setattr(cpu_attention, "load", lambda _: False)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+    with nothing_traced():
+        yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("traced"), num_layers=3)
-
-
-def requests(count: int) -> list[Request]:
-    """Prompts of many lengths, some of which repeat themselves."""
-    prompts = [tuple(range(3 + i, 4 + 2 * i)) * (1 + i % 3) for i in range(count)]
-    return [Request(request_id=f"r{i}", prompt_token_ids=prompt, sampling=GREEDY) for i, prompt in enumerate(prompts)]
 
 
 def answers(folder: Path, *, is_compiled: bool, **options: Any) -> list[list[int]]:
