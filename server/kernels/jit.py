@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from server.host import cpu_count
+
 try:
     import triton
     import triton.language
@@ -24,6 +26,8 @@ except ModuleNotFoundError:  # no wheel for this platform
 
 ALIGNMENT = 16
 """Bytes; Triton makes other code for pointers that are not aligned to them."""
+MAX_COMPILERS = 8
+"""Kernels that are compiled side by side; each takes a core."""
 INTERPRETER_MULTIPROCESSORS = 2
 """What is assumed where the interpreter runs: few, so that small tests are split."""
 _rehearsed: ContextVar[set[Hashable] | None] = ContextVar("rehearsed", default=None)
@@ -81,12 +85,12 @@ def _kind(argument: Any) -> Hashable:
 
 
 @contextmanager
-def rehearsing(num_threads: int) -> Iterator[None]:
+def rehearsing() -> Iterator[None]:
     """Compile kernels side by side: those that are slow to compile are not run meanwhile, and leave anything behind.
 
     At the end all of them are compiled. What is launched by other threads is not affected.
     """
-    with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
+    with ThreadPoolExecutor(min(MAX_COMPILERS, cpu_count())) as pool, triton.AsyncCompileMode(pool):
         before = _rehearsed.set(set())
         try:
             yield

@@ -8,13 +8,15 @@ import logging
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.errors import first_line
+from server.kernels import jit
 from server.model.attention import OPERATOR_ATTENTION_NAME, bind_kv
 from server.model.decoder_layers import find_decoder_layers
-from server.model.layer_check import check_layers
+from server.model.layer_check import CHECK_LEN, check_layers, run_prompt
 from server.model.tracing import traced, tracing
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
             output: Tensor = compiled[index](hidden, **arguments)
             return output
 
+        if jit.is_available(kv.device):
+            _compile_kernels(model)
         with tracing():
             check_layers(model, layers, run)
     except Exception as error:  # whatever tracer and compiler have to say about an architecture
@@ -51,3 +55,11 @@ def trace_layers(model: PreTrainedModel, num_layers: int, kv: Tensor) -> bool:
         layer.forward = forward
     logger.info("compiled the decoder layers in %.1f s", time.monotonic() - started_s)
     return True
+
+
+@torch.inference_mode()
+def _compile_kernels(model: PreTrainedModel) -> None:
+    """Side by side, those that `check_layers` would have compiled one after the other."""
+    with jit.rehearsing():
+        for length in (CHECK_LEN, 1):
+            run_prompt(model, length)

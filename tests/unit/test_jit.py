@@ -31,7 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def test_slow_kernels_are_only_compiled_in_a_rehearsal(launches: list[tuple[str, bool]]) -> None:
     slow, quick = jit.jit(is_slow_to_compile=True)(half), jit.jit()(half)
     slow[(1,)](0, block=16)
-    with jit.rehearsing(2):
+    with jit.rehearsing():
         slow[(1,)](0, block=16)
         quick[(1,)](0, block=16)
     slow[(1,)](0, block=16)
@@ -43,7 +43,7 @@ def test_a_rehearsal_looks_at_each_launch_once(launches: list[tuple[str, bool]])
     slow = jit.jit(is_slow_to_compile=True)(half)
     numbers = torch.zeros(8)
     given = (numbers, numbers.clone(), numbers[1:], numbers.half(), 1, 2)
-    with jit.rehearsing(2):
+    with jit.rehearsing():
         for argument in (*given, *given):
             slow[(1,)](argument, block=16)
         slow[(1,)](numbers, block=32)
@@ -52,7 +52,7 @@ def test_a_rehearsal_looks_at_each_launch_once(launches: list[tuple[str, bool]])
 
 def test_a_rehearsal_that_fails_is_over(launches: list[tuple[str, bool]]) -> None:
     slow = jit.jit(is_slow_to_compile=True)(half)
-    with pytest.raises(KeyError), jit.rehearsing(2):
+    with pytest.raises(KeyError), jit.rehearsing():
         raise KeyError
     slow[(1,)](0, block=16)
     assert launches == [("half", False)]
