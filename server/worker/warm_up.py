@@ -3,23 +3,19 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from server.errors import ModelError
-from server.host import cpu_count
 from server.kernels import jit
 from server.kernels.token_mask import mask_tokens
-from server.model.attention import AttentionGroup, AttentionStep
 from server.model.forward import run_model
 from server.model.head import LMHead
+from server.model.layer_check import CHECK_LEN, prompt_step
 from server.plan import PlanRow, SequenceStart, StepPlan
 from server.request import Request, SamplingParams
 from server.worker.runner import Runner
 
 PROMPT_LEN = 4
-MAX_COMPILERS = 8
-"""Kernels that are compiled side by side; each takes a core."""
 
 
 def warm_up(
@@ -37,7 +33,7 @@ def warm_up(
     """
     has_kernels = jit.is_available(runner.kv.device)
     if has_kernels:
-        with jit.rehearsing(min(MAX_COMPILERS, cpu_count())):
+        with jit.rehearsing():
             _load_kernels(runner, longest_chunk)
     greedy = SamplingParams(temperature=0)
     block_size = runner.kv.shape[3]
@@ -46,7 +42,7 @@ def warm_up(
         error = runner.settle(runner.launch(plan)).rows[0].error
         if error is not None:
             raise ModelError(f"the warm-up generation failed: {error}; try --dtype bfloat16 or float32")
-    _check_head(model, head, runner.kv)
+    _check_head(model, head, runner.kv.device)
     if has_kernels:
         _load_kernels(runner, longest_chunk)  # once more, for those that were only compiled
         _load_mask_kernel(head.vocab_size, runner.kv.device)
@@ -58,24 +54,26 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     """Run a step of every kind that kernels are compiled for, so that no request waits for a compiler.
 
     Attention has a variant for each tile size, which follows from the query length, with and without splits, and
-    one for each number of splits, which follows from the context. Proposers draft behind each step: those that are
-    networks launch variants of their own, which do what the steps before left out as well.
+    one for each number of splits, which follows from the bound of the context: what lies below the bound need not be
+    there. Proposers draft behind each step: those that are networks launch variants of their own, which do what the
+    steps before left out as well.
     """
     block_size = runner.kv.shape[3]
     longest = min(runner.max_tokens, (runner.kv.shape[0] - 1) * block_size)
     lengths = [*(1 << i for i in range(8)), longest_chunk]
-    contexts = [1 << i for i in range(7, longest.bit_length())]
     shapes = {(min(length, longest), min(bound, longest)) for length in lengths for bound in (length, longest)}
-    shapes |= {(1, context) for context in contexts}
+    shapes |= {(1, 1 << i) for i in range(7, longest.bit_length())}
     everything = SamplingParams(
         temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1
     )
-    cases = [(num_query, context, 0) for num_query, context in sorted(shapes)]
-    cases += [(1 + num_drafts, PROMPT_LEN + num_drafts, num_drafts) for num_drafts in range(1, runner.max_drafts + 1)]
-    for num_query, context, num_drafts in cases:
+    options = {"num_proposed": runner.num_device_drafts, "block_size": block_size}
+    for num_query, bound in sorted(shapes):
+        runner.settle(runner.launch(_plan(num_query, num_query, everything, bound=bound, **options)))
+    for num_drafts in range(1, runner.max_drafts + 1):
+        context = PROMPT_LEN + num_drafts
         if context <= longest:
-            options = {"num_drafts": num_drafts, "num_proposed": runner.num_device_drafts, "block_size": block_size}
-            runner.settle(runner.launch(_plan(num_query, context, everything, **options)))
+            plan = _plan(1 + num_drafts, context, everything, num_drafts=num_drafts, **options)
+            runner.settle(runner.launch(plan))
 
 
 def _load_mask_kernel(vocab_size: int, device: torch.device) -> None:
@@ -90,10 +88,14 @@ def _plan(
     sampling: SamplingParams,
     *,
     block_size: int,
+    bound: int | None = None,
     num_drafts: int = 0,
     num_proposed: int = 0,
 ) -> StepPlan:
-    """One row in slot 0 that computes the last tokens of a context, of which some could be drafts."""
+    """One row in slot 0 that computes the last tokens of a context, of which some could be drafts.
+
+    Args: bound: of the context; None for its length.
+    """
     request = Request(request_id="warm-up", prompt_token_ids=(1,) * (context - num_drafts), sampling=sampling)
     start = SequenceStart(
         slot=0,
@@ -111,26 +113,15 @@ def _plan(
         epoch=0,
         num_query=num_query,
         num_drafts=num_drafts,
-        context_bound=context,
+        context_bound=bound or context,
         is_sampling=True,
     )
     return StepPlan((start,), (row,))
 
 
 @torch.inference_mode()
-def _check_head(model: PreTrainedModel, head: LMHead, kv: Tensor) -> None:
-    positions = torch.arange(PROMPT_LEN, device=kv.device)
-    zero = positions[:1]
-    step = AttentionStep(
-        write_blocks=torch.ones_like(positions),
-        write_offsets=positions,
-        positions=positions,
-        first_token=zero,
-        num_query=zero + PROMPT_LEN,
-        slots=zero,
-        block_table=torch.ones(1, 1, dtype=torch.int64, device=kv.device),
-        groups=(AttentionGroup(0, 1, 0, PROMPT_LEN, PROMPT_LEN),),
-    )
-    token_ids = torch.ones_like(positions)
+def _check_head(model: PreTrainedModel, head: LMHead, device: torch.device) -> None:
+    step = prompt_step(CHECK_LEN, device)
+    token_ids, positions = step.positions + 1, step.positions
     hidden = run_model(model.base_model, token_ids, positions, step).last_hidden_state[0]
     head.check(hidden, run_model(model, token_ids, positions, step).logits[0])
