@@ -3,7 +3,7 @@
 Counts are upper bounds while steps are in flight; the device knows the true ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from server.plan import PlanRow
@@ -76,9 +76,8 @@ class DraftSlots:
 
     def grow(self, row: PlanRow) -> None:
         """Take in the blocks that a row appends."""
-        if row.new_block_ids:
-            self._forget(row.new_block_ids)
-            self._slots[row.slot].block_ids += row.new_block_ids
+        self._forget(row.new_block_ids)
+        self._slots[row.slot].block_ids += row.new_block_ids
 
     def lag(self, slot: int) -> int:
         """Most positions it is behind the target before the step that comes."""
@@ -98,9 +97,10 @@ class DraftSlots:
         record.lag = lag
         record.first_whole = -(-bound // self._block_size)
 
-    def pass_by(self, row: PlanRow) -> None:
-        """The target does a row's step that the network does not."""
-        self._slots[row.slot].lag += row.num_query
+    def pass_by(self, rows: Iterable[PlanRow]) -> None:
+        """The target does a step of these rows that the network does not."""
+        for row in rows:
+            self._slots[row.slot].lag += row.num_query
 
     def settle(self, slot: int, num_computed: int) -> None:
         """The target has so many tokens for certain: blocks that are full of them may be whole."""
@@ -108,9 +108,9 @@ class DraftSlots:
         if record.lag:
             return
         num_full = num_computed // self._block_size
-        for index in range(record.num_marked, num_full):
-            self._is_whole[record.block_ids[index]] = index >= record.first_whole
-        record.num_marked = max(record.num_marked, num_full)
+        while record.num_marked < num_full:
+            self._is_whole[record.block_ids[record.num_marked]] = record.num_marked >= record.first_whole
+            record.num_marked += 1
 
     def is_whole(self, block_id: int) -> bool:
         """Whether the network did a block, and attended to all in front of it."""

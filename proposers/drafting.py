@@ -5,7 +5,7 @@ the target's blocks. With each step it does the target's flat tokens, each one p
 followed is known. After refused drafts it does their places again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
@@ -175,16 +175,20 @@ class NetworkProposer:
         """Do what was left undone, if this step will be followed and as far as CATCH_UP goes."""
         slots = self._bound.slots
         for row in rows:
-            slots.grow(row)
-        num_done = self._catch_up([row for row in rows if slots.lag(row.slot)]) if is_followed else 0
-        for row in rows:
-            if not is_followed or slots.lag(row.slot):
-                slots.pass_by(row)
+            if row.new_block_ids:
+                slots.grow(row)
+        if not is_followed:
+            slots.pass_by(rows)
+            return 0
+        num_done = self._catch_up([row for row in rows if slots.lag(row.slot)])
+        slots.pass_by([row for row in rows if slots.lag(row.slot)])
         return num_done
 
-    def settle(self, slot: int, num_computed: int) -> None:
+    def settle(self, rows: Sequence[PlanRow], num_computed: Mapping[int, int]) -> None:
         """Blocks that are full of settled tokens are shared."""
-        self._bound.slots.settle(slot, num_computed)
+        slots = self._bound.slots
+        for row in rows:
+            slots.settle(row.slot, num_computed[row.slot])
 
     def remember(self, computed: ComputedTokens) -> None:
         """Keep hidden states: the last ones of each sequence, and those at the ends of blocks."""

@@ -1,6 +1,6 @@
 """What drafts by a network of its own: what that network is, and what it is told of the target's steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -171,5 +171,5 @@ class Follower(BatchReader, Protocol):
     def follow(self, computed: ComputedTokens) -> None:
         """Do a step's positions, right after `remember`."""
 
-    def settle(self, slot: int, num_computed: int) -> None:
-        """A sequence in the batch has so many computed tokens for certain."""
+    def settle(self, rows: Sequence[PlanRow], num_computed: Mapping[int, int]) -> None:
+        """A step has settled. Args: num_computed: by slot, the tokens of its sequence that are computed for certain."""

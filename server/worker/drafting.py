@@ -40,7 +40,6 @@ class Drafting:
         self._proposer = proposer
         self._followers = followers
         self._max_tokens = max_tokens
-        self._num_tokens: dict[int, int] = {}
         self._num_computed: dict[int, int] = {}
         features = [follower.features for follower in followers]
         self.tapped = sorted({index for wanted in features if isinstance(wanted, tuple) for index in wanted})
@@ -52,7 +51,6 @@ class Drafting:
             return CaughtUp(0, NO_DRAFTS)
         span = begin_span(self._batch.num_tokens.device) if is_followed else NO_DRAFTS  # or nothing is caught up with
         for start in starts:
-            self._num_tokens[start.slot] = len(start.token_ids)
             self._num_computed[start.slot] = start.num_computed
         num_done = 0
         for follower in self._followers:
@@ -74,15 +72,12 @@ class Drafting:
         if not self._followers:
             return
         for row, result in zip(rows, results, strict=True):
-            if result.error is not None:
-                continue
-            if row.is_sampling:
-                self._num_tokens[row.slot] += len(result.token_ids)
-                self._num_computed[row.slot] = self._num_tokens[row.slot] - 1
-            else:
-                self._num_computed[row.slot] += row.num_query
-            for follower in self._followers:
-                follower.settle(row.slot, self._num_computed[row.slot])
+            if result.error is None:
+                # Of a row that samples, the last token is not computed yet, and drafts are only if they were kept.
+                num_kept = len(result.token_ids) - 1 - row.num_drafts if row.is_sampling else 0
+                self._num_computed[row.slot] += row.num_query + num_kept
+        for follower in self._followers:
+            follower.settle(rows, self._num_computed)
 
     def follow(self, inputs: StepInputs, outputs: TargetOutputs) -> None:
         """Show the step to the followers, once its tokens are known."""

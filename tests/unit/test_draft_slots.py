@@ -49,7 +49,7 @@ def test_what_lags_behind_is_not_whole_until_it_has_caught_up(is_fed: bool) -> N
     slots = DraftSlots(10, BLOCK, is_fed=is_fed)
     slots.start(0, 0, (1, 2, 3))
     slots.catch_up(0, 1)
-    slots.pass_by(row(0, 12))
+    slots.pass_by([row(0, 12)])
     slots.settle(0, 12)
     assert slots.start(1, 12, (1, 2, 3)) == (SlotStart(12, 12) if is_fed else SlotStart(0, 0))
     slots.catch_up(0, 7)
@@ -101,7 +101,7 @@ def test_what_is_left_out_is_neither_done_nor_whole() -> None:
     slots = DraftSlots(10, BLOCK, is_fed=True)
     slots.start(0, 0, (1, 2, 3, 4))
     slots.settle(0, 4)
-    slots.pass_by(row(0, 30))
+    slots.pass_by([row(0, 30)])
     slots.skip(0, 3, bound=9)
     assert slots.lag(0) == 3
     slots.catch_up(0, 3)
