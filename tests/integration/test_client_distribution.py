@@ -70,5 +70,5 @@ def _build_and_install(folder: Path) -> Path:
 @pytest.mark.timeout(600)
 async def test_the_client_works_alone(front: Front, tmp_path: Path) -> None:
     python = await asyncio.to_thread(_build_and_install, tmp_path)
-    output = await asyncio.to_thread(_run, python, "-c", USE, front.target, cwd=tmp_path)
+    output = await asyncio.to_thread(_run, python, "-I", "-c", USE, front.target, cwd=tmp_path)
     assert output.splitlines() == ["<5><6><5>", "sampling.top_p", "<7><7>"]
