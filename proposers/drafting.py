@@ -198,12 +198,14 @@ class NetworkProposer:
         assert features is not None
         is_edge = computed.is_real & ((positions + 1) % state.memory.block_size == 0)
         state.edges[blocks_of(state.memory, computed.slots, positions) * is_edge] = features
-        for group in computed.groups:
-            tokens: slice | Tensor = group.tokens
-            if group.num_query > KEPT:  # each place for one token: the last ones
-                first = computed.first_token[group.rows]
+        for is_long, members in groupby(computed.groups, key=lambda group: group.num_query > KEPT):
+            groups = list(members)
+            tokens: slice | Tensor = slice(groups[0].first_token, groups[-1].tokens.stop)
+            if is_long:  # each place for one token: the last ones
+                rows = slice(groups[0].first_row, groups[-1].rows.stop)
+                first = computed.first_token[rows]
                 back = torch.arange(KEPT, 0, -1, device=first.device)
-                end = first + computed.num_query[group.rows]
+                end = first + computed.num_query[rows]
                 tokens = torch.maximum(end[:, None] - back, first[:, None]).flatten()
             slots = torch.where(computed.is_real[tokens], computed.slots[tokens], state.kept.shape[0] - 1)
             state.kept[slots, positions[tokens] % KEPT] = features[tokens]

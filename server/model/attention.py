@@ -4,10 +4,11 @@ No mask function is registered under that name, so transformers builds no mask: 
 sliding windows are decided here, from positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +70,21 @@ class AttentionGroup:
         return slice(self.first_token, self.first_token + self.num_rows * self.num_query)
 
 
+class AttentionLaunch(NamedTuple):
+    """Adjacent rows that a kernel does in one go; see kernels.paged_attention.
+
+    Attributes:
+        first_token, num_query, slots: [num_rows] int64, those of the step.
+        max_num_query: no row has more tokens. context_bound: no position reaches it.
+    """
+
+    first_token: Tensor
+    num_query: Tensor
+    slots: Tensor
+    max_num_query: int
+    context_bound: int
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """What attention needs to know about a step; passed through the model as one keyword.
@@ -95,6 +111,24 @@ class AttentionStep:
     _tables: dict[AttentionGroup, Tensor] = field(init=False, default_factory=dict)
     _masks: dict[tuple[AttentionGroup, int | None], Tensor] = field(init=False, default_factory=dict)
     _arrivals: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _launches: list[AttentionLaunch] = field(init=False, default_factory=list)
+
+    def launches(self) -> Sequence[AttentionLaunch]:
+        """Its rows for kernels that need no padding: groups of similar length together; made once per step."""
+        if not self._launches:
+            for _, members in groupby(self.groups, key=_length_class):
+                groups = list(members)
+                rows = slice(groups[0].first_row, groups[-1].rows.stop)
+                self._launches.append(
+                    AttentionLaunch(
+                        self.first_token[rows],
+                        self.num_query[rows],
+                        self.slots[rows],
+                        max(group.num_query for group in groups),
+                        max(group.context_bound for group in groups),
+                    )
+                )
+        return self._launches
 
     def table(self, group: AttentionGroup, block_size: int) -> Tensor:
         """[num_rows, num_blocks] int64, made once per step."""
@@ -121,6 +155,11 @@ class AttentionStep:
             shape = (self.first_token.shape[0], num_heads)
             self._arrivals[num_heads] = torch.zeros(shape, dtype=torch.int32, device=self.first_token.device)
         return self._arrivals[num_heads]
+
+
+def _length_class(group: AttentionGroup) -> int:
+    """Lengths up to 1, 4, 16, 64 and so on: programs beyond the end of a shorter row have nothing to do."""
+    return ((group.num_query - 1).bit_length() + 1) // 2
 
 
 def is_traced(model: PreTrainedModel) -> bool:
@@ -237,26 +276,26 @@ def attend_on_cuda(
     options: AttentionOptions,
     split_span: int | None = None,
 ) -> Tensor:
-    """One launch per group; split_span: see paged_attention."""
+    """By Triton kernels; split_span: see paged_attention."""
     triton_kv_write.write_kv(layer, key, value, step.write_blocks, step.write_offsets)
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    for group in step.groups:
+    for launch in step.launches():
         is_merged_at_once = (
             split_span is None
-            and group.num_query <= SHORT_QUERY
-            and fills_device(group.num_rows, layer.shape[1], query.device)
+            and launch.max_num_query <= SHORT_QUERY
+            and fills_device(launch.slots.shape[0], layer.shape[1], query.device)
         )
         triton_attention.paged_attention(
             query,
             layer,
             output,
-            step.first_token[group.rows],
-            step.num_query[group.rows],
-            step.slots[group.rows],
+            launch.first_token,
+            launch.num_query,
+            launch.slots,
             step.positions,
             step.block_table,
-            max_num_query=group.num_query,
-            context_bound=group.context_bound,
+            max_num_query=launch.max_num_query,
+            context_bound=launch.context_bound,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

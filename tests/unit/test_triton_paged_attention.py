@@ -234,9 +234,9 @@ def test_the_layers_of_a_step_share_their_arrivals(kernel_device: str) -> None:
     expected = attend_by_tensors(step, layer.clone(), query, key, value, options)
     given: list[torch.Tensor] = []
 
-    def attending(*args: Any, arrivals: torch.Tensor, **options: Any) -> None:
-        given.append(arrivals)
-        paged_attention(*args, arrivals=arrivals, **options)
+    def attending(*args: Any, **options: Any) -> None:
+        given.append(options["arrivals"])
+        paged_attention(*args, **options)
 
     splits = patch.object(module, "choose_splits", lambda *_: Splits(2, 2))
     filling = patch("server.model.attention.fills_device", lambda *_: True)
@@ -246,6 +246,24 @@ def test_the_layers_of_a_step_share_their_arrivals(kernel_device: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert given[0] is given[1] is step.arrivals(4)
     assert not given[0].any()
+
+
+def test_rows_of_similar_length_are_one_launch(kernel_device: str) -> None:
+    """Each has as many tokens as it has: nothing is written for a shorter one where the next begins."""
+    pieces = [(0, 20, 1), (1, 9, 1), (2, 0, 5), (3, 4, 7), (4, 0, 17), (5, 12, 18), (6, 0, 31)]
+    table = block_table(num_slots=len(pieces), num_blocks=4).to(kernel_device)
+    step = step_over(pieces, table, 16)
+    num_tokens = len(step.positions)
+    layer = torch.randn(1 + table.numel(), 2, 16, 32, device=kernel_device)
+    query, key, value = (torch.randn(num_tokens, heads, 16, device=kernel_device) for heads in (4, 2, 2))
+    options = AttentionOptions(scaling=0.3, sliding_window=None, softcap=None, sinks=None)
+    expected = attend_by_tensors(step, layer.clone(), query, key, value, options)
+    with patch.object(module, "paged_attention", wraps=paged_attention) as launched:
+        found = attend_on_cuda(step, layer, query, key, value, options)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    given = [(len(launch.args[3]), launch.kwargs["max_num_query"]) for launch in launched.call_args_list]
+    assert given == [(2, 1), (2, 7), (3, 31)]
+    assert [launch.kwargs["context_bound"] for launch in launched.call_args_list] == [21, 11, 31]
 
 
 def test_arrivals_that_do_not_fit_are_refused(kernel_device: str) -> None:
@@ -288,12 +306,6 @@ def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_d
         assert torch.equal(attend(alone, split_span=128, starts=starts)[token], together[token])
 
 
-def test_the_operator_declares_what_it_changes(kernel_device: str) -> None:
-    inputs = attention_inputs([(20, 1)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
-    args = (inputs.query, inputs.clean_layer, torch.empty_like(inputs.query), *inputs.rows().values(), 1, 21, 0.3)
-    torch.library.opcheck(paged_attention, args, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -306,7 +318,7 @@ def test_the_operator_declares_what_it_changes(kernel_device: str) -> None:
 )
 def test_what_does_not_fit_is_refused(kernel_device: str, name: str, change: Any, reason: str) -> None:
     inputs = attention_inputs([(20, 3), (4, 3)], heads=2, kv_heads=1, head_dim=16, block_size=16, device=kernel_device)
-    tensors = {"query": inputs.query, "layer": inputs.layer, **inputs.rows()}
+    tensors: dict[str, Any] = {"query": inputs.query, "layer": inputs.layer, **inputs.rows()}
     tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=reason):
         paged_attention(**tensors, out=tensors["query"].clone(), max_num_query=3, context_bound=21, scaling=0.3)
