@@ -5,8 +5,6 @@ the softmax, fixed by key, position and stream. The vocabulary is cut into parts
 the device; a second kernel picks the best part.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -95,7 +93,6 @@ def _pick_kernel(
     tl.store(scores_ptr + tl.program_id(0), top)
 
 
-@torch.library.custom_op("outrider::gumbel_argmax", mutates_args=())
 def gumbel_argmax(
     logits: Tensor,
     key: Tensor,
@@ -162,9 +159,3 @@ def gumbel_argmax(
     )
     _pick_kernel[(num_all,)](best_score, best_id, ids, scores, num_parts, BLOCK_P=next_power_of_2(num_blocks))
     return ids, scores
-
-
-@gumbel_argmax.register_fake
-def _(logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    shape = logits.shape[:2]
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)

@@ -1,7 +1,5 @@
 """Writing keys and values into their blocks, converted to the cache's type."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,7 +47,6 @@ def _storable(x: tl.tensor, largest: float) -> tl.tensor:
     return tl.minimum(tl.maximum(x, -largest), largest)
 
 
-@torch.library.custom_op("outrider::write_kv", mutates_args=("layer",))
 def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets: Tensor) -> None:
     """Store T tokens' keys and values; NaN and infinity become 0, which no reader's mask lets through.
 
@@ -90,8 +87,3 @@ def write_kv(layer: Tensor, key: Tensor, value: Tensor, blocks: Tensor, offsets:
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
     )
-
-
-@write_kv.register_fake
-def _(*_: Any) -> None:
-    return None

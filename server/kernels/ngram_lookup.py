@@ -5,8 +5,6 @@ score and its place make one integer, so that the best match is a maximum, first
 the text, then over the parts.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -84,7 +82,6 @@ def _copy_kernel(
     tl.store(counts_ptr + row, count)
 
 
-@torch.library.custom_op("outrider::ngram_lookup", mutates_args=())
 def ngram_lookup(
     token_ids: Tensor,
     slots: Tensor,
@@ -150,9 +147,3 @@ def ngram_lookup(
         BLOCK_P=next_power_of_2(ceil_div(token_ids.shape[1], BLOCK_T)),  # one code for all bounds
     )
     return ids, counts
-
-
-@ngram_lookup.register_fake
-def _(token_ids: Tensor, slots: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    num_drafts = args[-1]
-    return token_ids.new_empty(slots.shape[0], num_drafts), token_ids.new_empty(slots.shape[0])

@@ -59,7 +59,6 @@ def _uniform_kernel(
     tl.store(numbers_ptr + row * COUNT + index, to_unit(mix_32(mix_32(low) ^ high)), mask=index < COUNT)
 
 
-@torch.library.custom_op("outrider::uniforms", mutates_args=())
 def uniforms(key: Tensor, first: Tensor, count: int, stream: int) -> Tensor:
     """[M, count] float32 in (0, 1), those of a key at positions that follow each other.
 
@@ -78,8 +77,3 @@ def uniforms(key: Tensor, first: Tensor, count: int, stream: int) -> Tensor:
             key, first, numbers, STREAM=stream_word(stream), COUNT=count, BLOCK=block, num_warps=1
         )
     return numbers
-
-
-@uniforms.register_fake
-def _(key: Tensor, first: Tensor, count: int, stream: int) -> Tensor:
-    return torch.empty(key.shape[0], count, dtype=torch.float32, device=key.device)

@@ -1,7 +1,6 @@
-"""The operator of paged attention: how its kernels are launched for a step. See attention_kernel."""
+"""Paged attention: how its kernels are launched for a step. See attention_kernel."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from server.kernels.jit import ceil_div, next_power_of_2
 _LOG2_E = math.log2(math.e)
 
 
-@torch.library.custom_op("outrider::paged_attention", mutates_args=("out",))
 def paged_attention(
     query: Tensor,
     layer: Tensor,
@@ -166,11 +164,6 @@ def paged_attention(
             IS_ORDERED=split_span is not None,
             enable_fp_fusion=split_span is None,
         )
-
-
-@paged_attention.register_fake
-def _(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _check(

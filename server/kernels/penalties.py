@@ -117,7 +117,6 @@ def _penalise_kernel(
             tl.store(pointer, penalised, mask=is_seen)
 
 
-@torch.library.custom_op("outrider::penalise", mutates_args=("logits", "counts"))
 def penalise(
     logits: Tensor,
     token_ids: Tensor,
@@ -197,8 +196,3 @@ def penalise(
         **flags,
         enable_fp_fusion=False,  # each product is rounded, as the twin's is
     )
-
-
-@penalise.register_fake
-def _(*_: Any) -> None:
-    return None

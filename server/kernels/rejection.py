@@ -270,7 +270,6 @@ def _weigh_kernel(
     tl.store(weights_ptr + row.to(tl.int64) * vocab_size + token_id, weight, mask=token_id < vocab_size)
 
 
-@torch.library.custom_op("outrider::verify_drafts", mutates_args=())
 def verify_drafts(
     target_logits: Tensor,
     draft_ids: Tensor,
@@ -411,9 +410,3 @@ def _note_softmax(logits: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[
     grid = (num_rows * num_positions, num_parts)
     _part_softmax_kernel[grid](logits, highest, total, num_positions, vocab_size, *strides, BLOCK_V=BLOCK_V)
     return (logits, highest, total), strides, num_parts
-
-
-@verify_drafts.register_fake
-def _(target_logits: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    weights = target_logits.new_empty(target_logits.shape[0], target_logits.shape[2], dtype=torch.float32)
-    return weights.new_empty(weights.shape[0], dtype=torch.int64), weights

@@ -83,7 +83,6 @@ def look_up_tokens(
     return TokenInputs(*_look_up(slots, offsets, *columns, token_ids, block_table, block_size))
 
 
-@torch.library.custom_op("outrider::look_up_tokens", mutates_args=())
 def _look_up(
     slots: Tensor,
     offsets: Tensor,
@@ -119,19 +118,3 @@ def _look_up(
         BLOCK=BLOCK,
     )
     return positions, is_real.view(torch.bool), found, write_blocks, write_offsets
-
-
-@_look_up.register_fake
-def _(
-    slots: Tensor,
-    offsets: Tensor,
-    num_computed: Tensor,
-    num_known: Tensor,
-    num_drafts: Tensor,
-    token_ids: Tensor,
-    block_table: Tensor,
-    block_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    positions, write_blocks, write_offsets = (torch.empty_like(slots) for _ in range(3))
-    is_real, found = (torch.empty_like(slots, dtype=dtype) for dtype in (torch.bool, token_ids.dtype))
-    return positions, is_real, found, write_blocks, write_offsets

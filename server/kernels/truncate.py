@@ -11,8 +11,6 @@ at least `top_p` of the mass at or above it. The threshold is found in three lau
 A row is treated alike in every batch: its sums have one order, whatever the number of rows.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -337,7 +335,6 @@ def _apply_kernel(
         tl.store(row_ptr + token_id, tl.where(values < threshold, float("-inf"), values), mask=token_id < vocab_size)
 
 
-@torch.library.custom_op("outrider::truncate", mutates_args=("logits",))
 def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor) -> None:
     """Divide by the temperature, then mask what min-p, top-k and top-p leave out, in this order and in place.
 
@@ -398,8 +395,3 @@ def truncate(logits: Tensor, slots: Tensor, temperature: Tensor, min_p: Tensor, 
         num_warps=8,
     )
     _apply_kernel[grid](logits, slots, *columns, threshold, *sizes, BLOCK_V=LANES * MEMBERS)
-
-
-@truncate.register_fake
-def _(*_: Any) -> None:
-    return None

@@ -57,7 +57,7 @@ def launch_all() -> None:
         inputs = attention_inputs(
             [(500, num_query)], heads=4, kv_heads=2, head_dim=64, block_size=16, device="cpu", dtype=torch.bfloat16
         )
-        bounds = {"max_num_query": num_query, "context_bound": 500, "scaling": 1.0}
+        bounds: dict[str, Any] = {"max_num_query": num_query, "context_bound": 500, "scaling": 1.0}
         out = torch.empty_like(inputs.query)
         paged_attention(inputs.query, inputs.layer, out, **inputs.rows(), **bounds, **options)
     key = torch.zeros(2, 2, 64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class AttentionInputs:
     max_num_query: int
     context_bound: int
 
-    def rows(self) -> dict[str, Tensor]:
+    def rows(self) -> dict[str, Any]:
         """The arguments that describe rows."""
         names = ("first_token", "num_query", "slots", "positions", "block_table")
         return {name: getattr(self, name) for name in names}

@@ -39,8 +39,10 @@ def test_verification_equals_the_twin(method: Method, vocab_size: int, drafter: 
 def test_verification_keeps_the_distribution(method: Method) -> None:
     p, q = chain(1, DEVICE), chain(2, DEVICE)
 
-    def verify(*args: Tensor) -> tuple[Tensor, Tensor]:
-        kept, weights = verify_drafts(*args[:4], method, args[4])
+    def verify(
+        target_logits: Tensor, draft_ids: Tensor, num_drafts: Tensor, uniforms: Tensor, draft_logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        kept, weights = verify_drafts(target_logits, draft_ids, num_drafts, uniforms, method, draft_logits)
         return kept, weights
 
     tokens, kept = generate(p, q, 3, 200_000, verify)

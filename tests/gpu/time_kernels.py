@@ -265,9 +265,9 @@ def time_penalties() -> None:
         num_distinct = int(token_ids[0].unique().numel())
         report(
             f"penalties {num_rows} x {num_positions} x {length}",
-            in_place_us(lambda x, rows=rows, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[misc]
+            in_place_us(lambda x, rows=rows, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[call-arg, misc]
             8 * num_rows * (length + num_positions * num_distinct),
-            neutral=in_place_us(lambda x, rows=neutral, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[misc]
+            neutral=in_place_us(lambda x, rows=neutral, counts=counts: penalise(x, *rows, counts), logits),  # type: ignore[call-arg, misc]
             torch=in_place_us(lambda x, rows=rows: reference.penalise(x, *rows), logits),  # type: ignore[misc]
         )
 

@@ -59,13 +59,6 @@ def test_mean_equals_torch_s(kernel_device: str, width: int, dtype: torch.dtype)
     torch.testing.assert_close(found.double(), expected, rtol=MAX_ERROR[dtype], atol=MAX_ERROR[dtype])
 
 
-def test_the_operators_shapes(kernel_device: str) -> None:
-    x, weight = torch.randn(2, 3, 8, device=kernel_device), torch.randn(5, 8, device=kernel_device)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(invariant_linear, (x, weight, weight[:, 0].contiguous()), test_utils=tests)
-    torch.library.opcheck(invariant_mean, (x,), test_utils=tests)
-
-
 def test_what_does_not_fit_is_refused(kernel_device: str) -> None:
     x, weight = torch.randn(3, 8, device=kernel_device), torch.randn(5, 8, device=kernel_device)
     with pytest.raises(ValueError, match="do not fit"):

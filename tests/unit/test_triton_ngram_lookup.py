@@ -87,13 +87,6 @@ def test_a_slot_without_tokens_drafts_nothing(kernel_device: str) -> None:
     assert counts.tolist() == [1, 0]
 
 
-def test_the_operator_s_shapes(kernel_device: str) -> None:
-    inputs = inputs_of([[1, 2, 1], [3]], kernel_device, [3, 3])
-    rule = rule_of(1, 2, inputs.slots.device)
-    args = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts, 5, rule, 3)
-    torch.library.opcheck(ngram_lookup, args, test_utils=("test_schema", "test_faketensor"))
-
-
 def test_what_does_not_fit_is_refused(kernel_device: str) -> None:
     inputs = inputs_of([[1, 2, 1], [3]], kernel_device, [3, 3])
     tensors = (inputs.token_ids, inputs.slots, inputs.num_tokens, inputs.max_drafts)

@@ -65,11 +65,8 @@ def test_a_broken_row_ends_alone(kernel_device: str, method: Method, fill: float
     assert torch.equal(weights[others], intact_weights[others])
 
 
-def test_the_operator_s_shapes(kernel_device: str) -> None:
+def test_nobody_has_drafts(kernel_device: str) -> None:
     inputs = draft_inputs(2, 2, 20, "reduced", kernel_device, torch.float32)
-    order = ("target_logits", "draft_ids", "num_drafts", "uniforms", "method", "draft_logits", "to_draft")
-    args = tuple((inputs | {"method": int(Method.BLOCK)})[name] for name in order)
-    torch.library.opcheck(verify_drafts, args, test_utils=("test_schema", "test_faketensor"))
     nobody = {name: value[:0] for name, value in inputs.items() if name != "to_draft"}
     assert verify_drafts(**nobody, to_draft=inputs["to_draft"], method=0)[1].shape == (0, 20)
 

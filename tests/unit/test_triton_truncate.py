@@ -142,10 +142,9 @@ def test_a_row_does_not_depend_on_its_batch(kernel_device: str) -> None:
         assert torch.equal(alone[0], together[i])
 
 
-def test_the_operator_s_shapes(kernel_device: str) -> None:
+def test_no_positions(kernel_device: str) -> None:
     columns = columns_of([(0.7, 0.1, 9, 0.9)], kernel_device)
     logits = logits_of(1, 2, 100, kernel_device)
-    torch.library.opcheck(truncate, (logits, *columns), test_utils=("test_schema", "test_faketensor"))
     truncate(logits[:, :0], *columns)
 
 
