@@ -181,16 +181,19 @@ def _check(
     """Raises: ValueError for shapes and strides that the kernel would misread."""
     num_tokens, num_heads, head_dim = query.shape
     problems = (
-        (layer.dim() != 4 or layer.shape[3] != 2 * head_dim, f"layer {tuple(layer.shape)} holds no K and V of it"),
-        (num_heads % layer.shape[1] != 0, f"{layer.shape[1]} KV heads do not divide its heads"),
-        (out.shape != query.shape, f"out is {tuple(out.shape)}"),
+        (layer.dim() != 4 or layer.shape[3] != 2 * head_dim, "the layer holds no K and V of it"),
+        (num_heads % layer.shape[1] != 0, "the layer's KV heads do not divide its heads"),
+        (out.shape != query.shape, "out is not of its shape"),
         (any(x.stride(-1) != 1 for x in (query, layer, out, block_table)), "a last dimension is not contiguous"),
         (not first_token.shape == num_query.shape == slots.shape, "first_token, num_query and slots differ in length"),
-        (positions.shape != (num_tokens,), f"positions is {tuple(positions.shape)}"),
+        (positions.shape != (num_tokens,), "positions is not one per token"),
         (any(not x.is_contiguous() for x in (first_token, num_query, slots, positions)), "an index has gaps"),
         (sinks is not None and sinks.shape != (num_heads,), "sinks is not one per head"),
         (starts is not None and starts.shape != block_table.shape[:1], "starts is not one per slot"),
     )
     for is_wrong, description in problems:
         if is_wrong:
-            raise ValueError(f"paged attention of a query {tuple(query.shape)}: {description}")
+            shapes = ", ".join(str(tuple(x.shape)) for x in (layer, out, positions))
+            raise ValueError(
+                f"paged attention of a query {tuple(query.shape)}: {description} (layer, out, positions: {shapes})"
+            )

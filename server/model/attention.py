@@ -158,8 +158,8 @@ class AttentionStep:
 
 
 def _length_class(group: AttentionGroup) -> int:
-    """Lengths up to 1, 4, 16, 64 and so on: programs beyond the end of a shorter row have nothing to do."""
-    return ((group.num_query - 1).bit_length() + 1) // 2
+    """Lengths up to 1, 16, 256 and so on: programs beyond the end of a shorter row have nothing to do."""
+    return ((group.num_query - 1).bit_length() + 3) // 4
 
 
 def is_traced(model: PreTrainedModel) -> bool:

@@ -311,7 +311,7 @@ def test_with_a_fixed_span_a_token_does_not_depend_on_what_is_beside_it(kernel_d
     [
         ("layer", lambda x: x[..., :-2], "holds no K and V"),
         ("query", lambda x: x.transpose(0, 2), "holds no K and V"),
-        ("positions", lambda x: x[:-1], "positions is"),
+        ("positions", lambda x: x[:-1], "positions is not one"),
         ("slots", lambda x: x[:-1], "differ in length"),
         ("positions", lambda x: x.repeat_interleave(2)[::2], "an index has gaps"),
     ],
