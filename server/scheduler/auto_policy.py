@@ -5,6 +5,7 @@ serving, for each number of drafts k that is tried, and the best k is taken. No 
 none of the proposer: what a draft costs is in the step's duration.
 """
 
+import math
 from typing import ClassVar
 
 from server.scheduler.draft_policy import Allowance
@@ -17,8 +18,8 @@ PROBED_SHARE = 4
 """At most one row in so many is probed, or one."""
 PROBE_COST = 0.01
 """The share of all time that looking may take; it is dearer where drafts are, and then done more seldom."""
-SURPRISE = 0.25
-"""So much larger a share of a probe's rows than expected keeps its drafts."""
+SURPRISE, SURPRISE_DEVIATIONS = 0.25, 1.5
+"""So much larger a share of a probe's rows than expected keeps its drafts, and so many standard deviations."""
 MAX_PROBE_INTERVAL = 256
 MAX_PROBE_COST = 2.0
 """More usual steps than this are not held against a step of a probe: the machine paused."""
@@ -28,8 +29,9 @@ ACCEPTANCE_MEMORY, STEPS_REMEMBERED = 24, 3
 little: those of a step and a half of a large batch would turn drafts off and on by chance."""
 PRIOR_WEIGHT = 8
 """Rows that a position counts as which is thought to go on as the one before it."""
-DURATION_AGE = 256
-"""Steps of fewer drafts after which a duration that was not measured again is forgotten."""
+DURATION_AGE, MAX_DURATION_AGE = 256, 2048
+"""Steps of fewer drafts after which a duration that was not measured again is forgotten, at first and at last: twice as
+many each time, as the machine was not held up by chance when a number was too dear again and again."""
 
 
 class _Durations:
@@ -45,6 +47,7 @@ class _Durations:
     def __init__(self, next_probe: int) -> None:
         self._by_drafts: dict[int, Duration] = {}
         self._last_step: dict[int, int] = {}
+        self._ages: dict[int, int] = {}
         self._num_steps = 0
         self.probe_cost = Mean(0.0)
         self.next_probe = next_probe
@@ -53,9 +56,11 @@ class _Durations:
         self._by_drafts.setdefault(drafts, Duration()).add(duration_s)
         self._num_steps += 1
         self._last_step[drafts] = self._num_steps
-        oldest = self._num_steps - DURATION_AGE
-        for number in [each for each, step in self._last_step.items() if each > drafts and step < oldest]:
-            del self._by_drafts[number], self._last_step[number]
+        for number in [each for each in self._last_step if each > drafts]:
+            age = self._ages.get(number, DURATION_AGE)
+            if self._num_steps - self._last_step[number] > age:
+                del self._by_drafts[number], self._last_step[number]
+                self._ages[number] = min(2 * age, MAX_DURATION_AGE)
 
     def num_tries(self, drafts: int) -> int:
         return self._by_drafts[drafts].count if drafts in self._by_drafts else 0
@@ -127,12 +132,18 @@ class AutoPolicy:
         if allowance.is_steady:
             durations.add(allowance.max_drafts, duration_s)
             return
-        if allowance.num_probed and self._num_kept / allowance.num_probed > self._expected_kept + SURPRISE:
+        if allowance.num_probed and self._is_surprising(allowance.num_probed):
             durations.next_probe = self._num_steps
         is_for_probe = allowance.num_probed > 0 or allowance.next_drafts > allowance.max_drafts
         if is_for_probe and durations.num_tries(allowance.max_drafts) >= TRIES:
             extra = duration_s / durations.estimate(allowance.max_drafts) - 1.0
             durations.probe_cost.add(min(max(0.0, extra), MAX_PROBE_COST), PROBE_COST_MEMORY)
+
+    def _is_surprising(self, num_probed: int) -> bool:
+        """Whether more rows of a probe kept its drafts than chance explains."""
+        expected = self._expected_kept
+        deviation = math.sqrt(max(0.0, expected * (1.0 - expected)) / num_probed)
+        return self._num_kept / num_probed > expected + max(SURPRISE, SURPRISE_DEVIATIONS * deviation)
 
     def _with_rows(self, num_rows: int) -> _Durations:
         size = row_class(num_rows)

@@ -201,6 +201,29 @@ def test_a_proposer_that_has_to_catch_up_is_looked_at_seldom() -> None:
     assert seconds <= steps / 0.98
 
 
+def test_drafts_that_nearly_pay_are_not_tried_again_and_again() -> None:
+    """A large batch and a network: one draft takes 1.75 steps, is kept by 0.65 of the rows, and turning it on 1.5."""
+    policy, rng = AutoPolicy(K), random.Random(1)
+    tokens = seconds = 0.0
+    num_started = proposed = 0
+    for _ in range(6000):
+        allowance = policy.allow(16)
+        num_started = num_started + 1 if allowance.next_drafts else 0
+        num_drafts = 0
+        for row in range(16):
+            allowed = min(allowance.of_row(row, 16), proposed)
+            kept = 0
+            while kept < allowed and rng.random() < 0.65:
+                kept += 1
+            policy.settle_row(allowance, allowed, kept)
+            tokens, num_drafts = tokens + 1 + kept, num_drafts + allowed
+        proposed = allowance.next_drafts
+        duration_s = 1.0 + 0.75 * (num_started in (1, 2)) + 0.25 * proposed + 0.5 * num_drafts / 16
+        policy.settle_step(allowance, 16, duration_s * rng.uniform(0.9, 1.1))
+        seconds += duration_s
+    assert tokens / seconds >= 0.98 * 16
+
+
 def test_a_number_that_seemed_too_dear_is_tried_again() -> None:
     policy = AutoPolicy(K)
     run(policy, lambda step: World(0.95, 0.01 if step < 30 else 0.5), lambda _: 1, 60)
