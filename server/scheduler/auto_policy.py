@@ -97,9 +97,9 @@ class AutoPolicy:
         self._num_kept = 0
         self._expected_kept = 0.0
 
-    def allow(self, num_rows: int) -> Allowance:
+    def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
         """The best number of drafts so far; now and then a few rows try one size more."""
-        num_rows = max(1, num_rows)
+        num_rows = max(1, num_rows or num_new)
         self._memory = max(ACCEPTANCE_MEMORY, STEPS_REMEMBERED * num_rows)
         durations = self._with_rows(num_rows)
         best = self._best(durations)

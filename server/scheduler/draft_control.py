@@ -48,8 +48,8 @@ class DraftControl:
         self._policy = policy
         self._is_launched = True
 
-    def begin(self, num_rows: int) -> None:
-        """A step is planned for about so many running sequences.
+    def begin(self, num_rows: int, num_new: int = 0) -> None:
+        """A step is planned for about so many running sequences, or for new ones if there are none.
 
         A plan that comes to nothing, as all rows wait for a step to settle, leaves what the policy allowed to the next,
         unless they have ended by then.
@@ -59,7 +59,7 @@ class DraftControl:
         if not self.is_on:
             self._allowance = NO_DRAFTS
         elif self._is_launched or not num_rows:
-            self._allowance = self._policy.allow(num_rows)
+            self._allowance = self._policy.allow(num_rows, num_new)
         self._is_launched = not self.is_on
 
     def allow(self, sequence: Sequence) -> int:

@@ -39,8 +39,8 @@ class DraftPolicy(Protocol):
 
     is_adaptive: ClassVar[bool]
 
-    def allow(self, num_rows: int) -> Allowance:
-        """For the next step, which will have about so many rows; 0 if all of them will be new sequences."""
+    def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
+        """For the next step, which will have about so many rows; if 0, those of about `num_new` new sequences."""
 
     def settle_row(self, allowance: Allowance, allowed: int, num_accepted: int) -> None:
         """Learn from a row that was allowed to verify `allowed` drafts."""
@@ -59,11 +59,11 @@ class FixedPolicy:
         self._max_drafts = max_drafts
         self._by_batch_size = sorted((by_batch_size or {}).items())
 
-    def allow(self, num_rows: int) -> Allowance:
+    def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
         """By the number of rows alone."""
         drafts = self._max_drafts
         for least, number in self._by_batch_size:
-            if max(1, num_rows) >= least:
+            if max(1, num_rows or num_new) >= least:
                 drafts = min(number, self._max_drafts)
         return Allowance(drafts, drafts)
 

@@ -102,9 +102,9 @@ class OnOffPolicy:
         self._settling: Allowance | None = None
         self._num_accepted = 0  # by the rows of the step that settles
 
-    def allow(self, num_rows: int) -> Allowance:
+    def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
         """All that were proposed; as many for the next step, or none."""
-        proposes = self._decide(num_rows) if num_rows else self._decide_afresh()
+        proposes = self._decide(num_rows) if num_rows else self._decide_afresh(max(1, num_new))
         verified, proposed = self._allowance.next_drafts, self._max_drafts * proposes
         if proposed > verified:
             self._before_start, self._start_cost = self._allowance, 0.0
@@ -155,11 +155,11 @@ class OnOffPolicy:
         self._saved = min(self._saved + tokens - cost, MOST_SAVED)
         self._lost = max(0.0, self._lost - (tokens - cost))
 
-    def _decide_afresh(self) -> bool:
-        """Whether to propose for sequences that are all new, however many: a look at them costs no start."""
+    def _decide_afresh(self, num_rows: int) -> bool:
+        """Whether to propose for so many sequences that are all new: a look at them costs no start."""
         self._num_measuring = 0
         self._lost = 0.0
-        if not self._is_on and self._may_look(self._price(1) or ASSUMED_PRICE, 0.0):
+        if not self._is_on and self._may_look(self._price(num_rows) or ASSUMED_PRICE, 0.0):
             self._last_size = None
             self._turn_on()
         return self._is_on

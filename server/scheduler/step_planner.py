@@ -57,7 +57,7 @@ class StepPlanner:
         starts: list[SequenceStart] = []
         budget = TokenBudget(self._config, self._batch.sequences, has_waiting=bool(self._waiting))
         is_short_of_blocks = is_speculating = False
-        self._drafts.begin(len(self._batch))
+        self._drafts.begin(len(self._batch), min(len(self._waiting), self._config.max_num_seqs))
         for sequence in list(self._batch.sequences):
             if sequence.slot is None or sequence in held:
                 continue  # preempted or held back for one that goes before it

@@ -260,6 +260,15 @@ def test_a_probe_takes_few_rows_by_turns() -> None:
     assert [Allowance(3, 3).of_row(i, 4) for i in range(4)] == [3] * 4
 
 
+def test_a_batch_of_new_sequences_is_judged_by_its_size() -> None:
+    policy = AutoPolicy(K)
+    run(policy, lambda _: CPU_ALONE, lambda _: 1, 60)
+    run(policy, lambda _: World(0.7, 0.5), lambda _: 16, 100)
+    run(policy, lambda _: CPU_ALONE, lambda _: 1, 60)
+    assert policy.allow(0, 1).max_drafts > 0
+    assert policy.allow(0, 16).max_drafts == 0
+
+
 def test_a_schedule_by_batch_size() -> None:
     policy = FixedPolicy(5, {8: 3, 32: 0})
     assert [policy.allow(rows).max_drafts for rows in (1, 7, 8, 31, 32, 64)] == [5, 5, 3, 3, 0, 0]

@@ -77,7 +77,7 @@ def test_work_for_other_steps_counts_where_a_probe_causes_it(
     sequence: Sequence, is_steady: bool, durations_s: list[float]
 ) -> None:
     class Changing(Watched):
-        def allow(self, num_rows: int) -> Allowance:
+        def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
             return Allowance(5, 5, is_steady=is_steady)
 
     policy = Changing(5)
@@ -92,7 +92,7 @@ def test_a_policy_is_asked_once_for_each_step(sequence: Sequence) -> None:
     """Where drafts come from the host, every other plan has no rows: all wait for the step before."""
 
     class Alternating(FixedPolicy):
-        def allow(self, num_rows: int) -> Allowance:
+        def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
             self.num_asked = getattr(self, "num_asked", 0) + 1
             return Allowance(5, 5 * (self.num_asked % 2))
 
@@ -111,7 +111,7 @@ def test_a_policy_is_asked_again_where_all_rows_will_be_new(sequence: Sequence) 
     """The last row has ended since a plan came to nothing."""
 
     class Restarting(FixedPolicy):
-        def allow(self, num_rows: int) -> Allowance:
+        def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
             return Allowance(0, 0 if num_rows else 5)
 
     control = DraftControl(Restarting(5))
@@ -136,3 +136,4 @@ def test_policies_by_their_settings() -> None:
     assert make_policy(PolicyConfig(policy="fixed"), 5).allow(1) == Allowance(5, 5)
     schedule = make_policy(PolicyConfig(num_speculative_tokens_per_batch_size={1: 8, 4: 0}), 5)
     assert [schedule.allow(num_rows) for num_rows in (0, 1, 4)] == [Allowance(5, 5), Allowance(5, 5), Allowance(0, 0)]
+    assert schedule.allow(0, 4) == Allowance(0, 0)

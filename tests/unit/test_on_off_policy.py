@@ -227,8 +227,8 @@ def test_the_whole_of_a_look_is_paid_for(catch_up_s: float, is_delayed: bool) ->
 
         newest: Allowance
 
-        def allow(self, num_rows: int) -> Allowance:
-            self.newest = super().allow(num_rows)
+        def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
+            self.newest = super().allow(num_rows, num_new)
             return self.newest
 
         def settle_step(self, allowance: Allowance, num_rows: int, duration_s: float) -> None:

@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import ClassVar
 
+import pytest
+
 from server.request import SpeculationOptions
-from server.scheduler.draft_policy import Allowance
+from server.scheduler.draft_policy import Allowance, FixedPolicy
 from server.scheduler.statistics import StepTime
 from tests.fakes.core import make_core, make_request
 
@@ -19,7 +21,7 @@ class _ScriptedPolicy:
         self.rows: list[tuple[int, int]] = []
         self.steps: list[tuple[Allowance, int, float]] = []
 
-    def allow(self, num_rows: int) -> Allowance:
+    def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
         assert num_rows >= 0
         return self.script.pop(0) if len(self.script) > 1 else self.script[0]
 
@@ -49,6 +51,22 @@ def test_no_row_verifies_more_than_the_policy_allows() -> None:
         assert all(row.num_drafts <= limit for row, limit in zip(plan.rows, limits, strict=True))
     assert num_planned > 0
     assert [allowed for allowed, _ in policy.rows] == [2, 2, 1, 3, 1, 1]
+
+
+@pytest.mark.parametrize(("num_waiting", "num_new"), [(2, 2), (9, 4)])
+def test_the_policy_is_told_how_many_sequences_are_new(num_waiting: int, num_new: int) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Asked(FixedPolicy):
+        def allow(self, num_rows: int, num_new: int = 0) -> Allowance:
+            asked.append((num_rows, num_new))
+            return super().allow(num_rows, num_new)
+
+    core = make_core(max_drafts=2, num_blocks=64, max_num_seqs=4, draft_policy=Asked(2))
+    for index in range(num_waiting):
+        core.scheduler.add(make_request(str(index), range(4), max_tokens=4))
+    core.step()
+    assert asked == [(0, num_new)]
 
 
 def test_the_policy_learns_how_long_steps_of_decoding_rows_take() -> None:
