@@ -1,12 +1,15 @@
 """The first generation, before anybody's request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from server.errors import ModelError
 from server.kernels import jit
+from server.kernels.attention_tiling import SHORT_QUERY
 from server.kernels.token_mask import mask_tokens
 from server.model.forward import run_model
 from server.model.head import LMHead
@@ -23,7 +26,7 @@ def warm_up(
 ) -> None:
     """Prefill a prompt, decode a token, compare the head with the model's own logits; on CUDA load kernels, capture.
 
-    Uses slot 0 and the blocks from 1 on, which nobody has yet and whoever gets them overwrites.
+    Uses all slots and the blocks from 1 on, which nobody has yet and whoever gets them overwrites.
 
     Args:
         capture_sizes: see Runner.capture; empty where nothing is to be captured.
@@ -55,8 +58,8 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
 
     Attention has a variant for each tile size, which follows from the query length, with and without splits, and
     one for each number of splits, which follows from the bound of the context: what lies below the bound need not be
-    there. Proposers draft behind each step: those that are networks launch variants of their own, which do what the
-    steps before left out as well.
+    there; for many short rows others, which merge splits at once. Proposers draft behind each step: those that are
+    networks launch variants of their own, which do what the steps before left out as well.
     """
     block_size = runner.kv.shape[3]
     longest = min(runner.max_tokens, (runner.kv.shape[0] - 1) * block_size)
@@ -66,9 +69,12 @@ def _load_kernels(runner: Runner, longest_chunk: int) -> None:
     everything = SamplingParams(
         temperature=0.5, top_k=5, top_p=0.5, min_p=0.1, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1
     )
-    options = {"num_proposed": runner.num_device_drafts, "block_size": block_size}
+    options: dict[str, Any] = {"num_proposed": runner.num_device_drafts, "block_size": block_size}
     for num_query, bound in sorted(shapes):
         runner.settle(runner.launch(_plan(num_query, num_query, everything, bound=bound, **options)))
+    for num_query in (length for length in lengths if 1 < length <= min(SHORT_QUERY, longest)):
+        num_rows = max(1, min(runner.batch.spare_slot, longest_chunk // num_query))
+        runner.settle(runner.launch(_plan(num_query, num_query, everything, num_rows=num_rows, **options)))
     for num_drafts in range(1, runner.max_drafts + 1):
         context = PROMPT_LEN + num_drafts
         if context <= longest:
@@ -91,10 +97,11 @@ def _plan(
     bound: int | None = None,
     num_drafts: int = 0,
     num_proposed: int = 0,
+    num_rows: int = 1,
 ) -> StepPlan:
-    """One row in slot 0 that computes the last tokens of a context, of which some could be drafts.
+    """Rows in the first slots that compute the last tokens of a context, of which some could be drafts.
 
-    Args: bound: of the context; None for its length.
+    Args: bound: of the context; None for its length. num_rows: which share their blocks.
     """
     request = Request(request_id="warm-up", prompt_token_ids=(1,) * (context - num_drafts), sampling=sampling)
     start = SequenceStart(
@@ -116,7 +123,8 @@ def _plan(
         context_bound=bound or context,
         is_sampling=True,
     )
-    return StepPlan((start,), (row,))
+    slots = range(num_rows)
+    return StepPlan(tuple(replace(start, slot=i) for i in slots), tuple(row._replace(slot=i) for i in slots))
 
 
 @torch.inference_mode()

@@ -20,11 +20,12 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eager: bool) -> None:
-    """Prompts of many lengths, chunks, drafts, every sampling parameter, in batches of all sizes."""
+    """Prompts of many lengths, chunks, drafts, every sampling parameter, batches of all sizes, crowds of short ones."""
     from triton import knobs
 
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 90) for _ in range(rng.randint(1, 30))] * rng.randint(1, 14) for _ in range(40)]
+    short = [[rng.randrange(3, 90) for _ in range(rng.randint(2, 16))] for _ in range(96)]
     compiled: list[str] = []
 
     def note(**event: Any) -> None:
@@ -36,16 +37,17 @@ def test_every_kernel_is_loaded_before_the_first_request(tmp_path: Path, is_eage
             "cuda",
             enforce_eager=is_eager,
             speculative_config=ngram(3),
-            max_num_seqs=8,
-            max_num_batched_tokens=256,
+            max_num_seqs=48,
+            max_num_batched_tokens=512,
+            max_num_partial_prefills=48,
             kv_cache_memory_bytes=16 << 20,
         ) as engine,
         patch.object(knobs.runtime, "jit_post_compile_hook", note),
     ):
-        for wave in (prompts[:12], prompts):
+        for wave in (prompts[:12], prompts, short):
             params = [MIXED[i % len(MIXED)] for i in range(len(wave))]
             params[::5] = [GUIDED] * len(params[::5])
-            outcomes = engine.generate(wave, params, arrivals=rng)
+            outcomes = engine.generate(wave, params, arrivals=None if wave is short else rng)
             assert all(outcome.error is None for outcome in outcomes)
     assert compiled == []
 
